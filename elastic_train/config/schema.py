@@ -1,0 +1,322 @@
+"""Our own sections, and the whole config of a run."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from elastic_train.config.section import (
+    Count,
+    Decay,
+    Fraction,
+    Name,
+    NonNegative,
+    Port,
+    Positive,
+    PositiveInt,
+    Strings,
+    section,
+)
+from elastic_train.config.titan_schema import (
+    ActivationCheckpointConfig,
+    CheckpointConfig,
+    CommConfig,
+    CompileConfig,
+    DebugConfig,
+    ExperimentalConfig,
+    FaultToleranceConfig,
+    JobConfig,
+    LRSchedulerConfig,
+    MemoryEstimationConfig,
+    MetricsConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelismConfig,
+    ProfilingConfig,
+    QuantizeConfig,
+    TrainingConfig,
+    ValidationConfig,
+)
+
+
+@section
+class OrchestratorConfig:
+    """How many replicas there are and how a run begins and ends."""
+
+    replicas: PositiveInt = 2
+    """Copies of the model that train side by side and come together at each outer sync."""
+
+    procs_per_replica: PositiveInt = 1
+    """Processes of one replica, its ranks: one per accelerator."""
+
+    start_timeout_s: Positive = 300.0
+    """How long the start waits for replicas to be ready; those that are not come later and get their state
+    from a peer."""
+
+    finish_timeout_s: Positive = 60.0
+    """How long the others get once the first replica has trained to the end."""
+
+
+@section
+class LighthouseConfig:
+    """The quorum service, which knows who is alive."""
+
+    address: str = ""
+    """A Lighthouse that somebody else runs, as http://host:port; empty: the run starts its own."""
+
+    host: Name = "127.0.0.1"
+    """Address at which our Lighthouse listens, and under which replicas reach it."""
+
+    port: Port = 0
+    """Port at which our Lighthouse listens; 0: any that is free."""
+
+    min_replicas: PositiveInt = 1
+    """Fewest replicas that may go on together."""
+
+    join_timeout_ms: PositiveInt = 600_000
+    """How long a quorum waits for replicas that live but have not asked for it; it must cover two intervals.
+    """
+
+    heartbeat_timeout_ms: PositiveInt = 5000
+    """Silence after which a replica counts as dead, in the Lighthouse's eyes."""
+
+    quorum_tick_ms: PositiveInt = 100
+    """How often the Lighthouse looks whether a quorum is ready."""
+
+
+@section
+class DilocoConfig:
+    """The outer sync: how replicas average what they learned."""
+
+    engine: Literal["torchft"] = "torchft"
+    """What carries the sync out."""
+
+    sync_every: PositiveInt = 20
+    """Inner steps from one outer sync to the next."""
+
+    outer_lr: Positive = 0.7
+    """Learning rate of the outer optimizer, which is SGD on the averaged pseudo-gradient."""
+
+    outer_momentum: Decay = 0.9
+    """Momentum of the outer optimizer."""
+
+    outer_nesterov: bool = True
+    """Look ahead along the momentum, as Nesterov does."""
+
+    outer_weight_decay: NonNegative = 0.0
+    """How strongly the outer optimizer pulls weights to zero."""
+
+    fragments: PositiveInt = 1
+    """Parts of the model that sync one after the other, spread over the interval."""
+
+    overlap_steps: Count = 0
+    """Inner steps that go on beside a sync before its result is taken in."""
+
+    merge_alpha: Fraction = 0.0
+    """How much of its own parameters a replica keeps when it takes the result in; 0: nothing."""
+
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    """What replicas talk over: nccl (RCCL on AMD), gloo, or what fits the device."""
+
+    timeout_s: Positive = 60.0
+    """Bound on one operation between replicas."""
+
+    quorum_timeout_s: Positive = 3600.0
+    """Bound on the wait for a quorum; a request is meant to stay pending, so it is long."""
+
+    connect_timeout_s: Positive = 10.0
+    """Bound on connecting to the Lighthouse or to a peer's manager."""
+
+    quorum_retries: Count = 36000
+    """How often a failed request to the Lighthouse is repeated, as while it is restarted."""
+
+    manager_port: Port = 0
+    """Port of each replica's torchft manager; 0: any that is free."""
+
+    bucket_mb: Count = 0
+    """Size of the buckets in which tensors are reduced, in MiB; 0: one operation per tensor."""
+
+    max_retries: Count = 10
+    """Failed syncs in a row that a replica bears before it restarts."""
+
+
+@section
+class PeerCkptConfig:
+    """How a returning replica gets its state from a living one."""
+
+    transport: Literal["http"] = "http"
+    """What carries the state."""
+
+    timeout_s: Positive = 300.0
+    """Bound on receiving the whole state."""
+
+    http_chunks: Count = 0
+    """Parts in which the state is fetched at the same time; 0: in one piece."""
+
+    advertise_host: str = ""
+    """Name or address under which peers reach this host; empty: loopback with the local scheduler, else the
+    host's name."""
+
+
+@section
+class RecoveryConfig:
+    """What happens to a replica that fails, from the least to the most."""
+
+    restarts_in_place: Count = 5
+    """Restarts on the same host before a new allocation is asked for."""
+
+    reallocations: Count = 2
+    """New allocations before the replica is given up."""
+
+    forgive_after_s: Positive = 60.0
+    """Seconds of healthy running that take one failure off the count."""
+
+    same_error_limit: PositiveInt = 3
+    """The same error at the same step this often in a row is not restarted again."""
+
+    backoff_initial_s: NonNegative = 0.5
+    """Pause before the second restart; it doubles with each further one."""
+
+    backoff_max_s: NonNegative = 30.0
+    """Longest pause before a restart."""
+
+    backoff_jitter: Fraction = 0.2
+    """Part of the pause that is left to chance, so that replicas do not come back in step."""
+
+    hang_timeout_s: Positive = 90.0
+    """A rank that makes no progress in an inner step or in the data phase of a sync for so long is ended."""
+
+    start_hang_timeout_s: Positive = 600.0
+    """The same from the start of a process to the end of its first inner step."""
+
+    silence_timeout_s: Positive = 15.0
+    """A process whose heartbeat thread is silent for so long is stopped or holds the interpreter's lock, and
+    is ended."""
+
+    stop_timeout_s: Positive = 10.0
+    """How long a process gets to end by itself before it is killed."""
+
+
+@section
+class FaultsConfig:
+    """Faults that are injected, to see the run survive them."""
+
+    at: Strings = ()
+    """Faults at given places, each replica.rank@step[/point]:kind, as in 0.1@25:kill."""
+
+    every_s: NonNegative = 0.0
+    """Seconds from one random fault to the next, on average; 0: none."""
+
+    kinds: Strings = ("kill",)
+    """Kinds that random faults are drawn from."""
+
+    seed: Count = 0
+    """Where the random faults start; the same seed gives the same faults."""
+
+
+@section
+class SchedulerConfig:
+    """Who gives the hosts."""
+
+    kind: Literal["local"] = "local"
+    """local: all replicas on this machine."""
+
+
+@section
+class RunConfig:
+    """Everything that a run is told: torchtitan's sections first, then ours."""
+
+    job: JobConfig = JobConfig()
+    """What this run is called and where it writes."""
+
+    profiling: ProfilingConfig = ProfilingConfig()
+    """Traces of where time and memory go."""
+
+    metrics: MetricsConfig = MetricsConfig()
+    """What is measured while training and where it is shown."""
+
+    model: ModelConfig = ModelConfig()
+    """Which model is trained."""
+
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """The inner optimizer, which every replica steps by itself."""
+
+    lr_scheduler: LRSchedulerConfig = LRSchedulerConfig()
+    """How the inner learning rate moves over the run."""
+
+    training: TrainingConfig = TrainingConfig()
+    """What one inner step is and how many there are."""
+
+    parallelism: ParallelismConfig = ParallelismConfig()
+    """How the ranks of one replica share the work."""
+
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """Durable snapshots on disk."""
+
+    activation_checkpoint: ActivationCheckpointConfig = ActivationCheckpointConfig()
+    """Computing activations again in the backward pass."""
+
+    compile: CompileConfig = CompileConfig()
+    """torch.compile."""
+
+    quantize: QuantizeConfig = QuantizeConfig()
+    """Low-precision training."""
+
+    comm: CommConfig = CommConfig()
+    """Communication between the ranks of one replica."""
+
+    memory_estimation: MemoryEstimationConfig = MemoryEstimationConfig()
+    """torchtitan's estimate of memory."""
+
+    fault_tolerance: FaultToleranceConfig = FaultToleranceConfig()
+    """torchtitan's torchft settings."""
+
+    experimental: ExperimentalConfig = ExperimentalConfig()
+    """torchtitan's hooks for code of one's own."""
+
+    validation: ValidationConfig = ValidationConfig()
+    """Evaluation in the course of training."""
+
+    debug: DebugConfig = DebugConfig()
+    """For finding out what goes wrong, and for tests."""
+
+    orchestrator: OrchestratorConfig = OrchestratorConfig()
+    """How many replicas there are and how a run begins and ends."""
+
+    lighthouse: LighthouseConfig = LighthouseConfig()
+    """The quorum service."""
+
+    diloco: DilocoConfig = DilocoConfig()
+    """The outer sync."""
+
+    peer_ckpt: PeerCkptConfig = PeerCkptConfig()
+    """How a returning replica gets its state."""
+
+    recovery: RecoveryConfig = RecoveryConfig()
+    """What happens to a replica that fails."""
+
+    faults: FaultsConfig = FaultsConfig()
+    """Faults that are injected."""
+
+    scheduler: SchedulerConfig = SchedulerConfig()
+    """Who gives the hosts."""
+
+    @property
+    def data_parallel_degree(self) -> int:
+        """Ranks of one replica that read different data; the shard degree -1 takes what the other degrees
+        leave."""
+        degrees = self.parallelism
+        return degrees.data_parallel_replicate_degree * self.data_parallel_shard_degree
+
+    @property
+    def data_parallel_shard_degree(self) -> int:
+        """Ranks over which a replica's parameters are sharded, with -1 resolved."""
+        degrees = self.parallelism
+        if degrees.data_parallel_shard_degree != -1:
+            return degrees.data_parallel_shard_degree
+        others = (
+            degrees.data_parallel_replicate_degree
+            * degrees.tensor_parallel_degree
+            * degrees.pipeline_parallel_degree
+            * degrees.context_parallel_degree
+        )
+        return max(1, self.orchestrator.procs_per_replica // others)

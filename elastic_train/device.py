@@ -1,0 +1,93 @@
+"""The accelerator under a rank: the only module that knows cpu, cuda and rocm apart.
+
+ROCm presents itself through ``torch.cuda``; its collective library answers to the name "nccl" (it is RCCL).
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+from dataclasses import dataclass
+from types import ModuleType, SimpleNamespace
+from typing import Any, Literal
+
+import torch
+
+Kind = Literal["cpu", "cuda", "rocm"]
+
+
+@dataclass(frozen=True)
+class Device:
+    """One rank's device. ``kind`` is what the machine has; ``type`` is torch's name for it."""
+
+    kind: Kind
+
+    @property
+    def type(self) -> str:
+        return "cpu" if self.kind == "cpu" else "cuda"
+
+    @property
+    def backend(self) -> str:
+        """The collective backend for tensors on this device ("nccl" is RCCL on ROCm)."""
+        return "gloo" if self.kind == "cpu" else "nccl"
+
+    @property
+    def module(self) -> ModuleType:
+        """What ``torch.cuda`` is for a GPU; on CPU a module of the same shape that does nothing."""
+        return _CpuModule() if self.kind == "cpu" else torch.cuda
+
+    @property
+    def pins_memory(self) -> bool:
+        return self.kind != "cpu"
+
+
+def detect() -> Device:
+    """The device of this process: rocm or cuda where torch sees one, else cpu."""
+    if not torch.cuda.is_available():
+        return Device("cpu")
+    return Device("rocm" if torch.version.hip else "cuda")
+
+
+class _CpuModule(ModuleType):
+    """The part of ``torch.cuda``'s interface that trainers call, for a machine without an accelerator.
+
+    Memory figures are those of the process: peak resident size, and the machine's memory as the total.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("elastic_train.cpu_device")
+        self.memory = SimpleNamespace(_record_memory_history=lambda **_: None, _snapshot=dict)
+
+    def device_count(self) -> int:
+        return 1
+
+    def current_device(self) -> int:
+        return 0
+
+    def set_device(self, device: object) -> None:
+        return None
+
+    def synchronize(self, device: object = None) -> None:
+        return None
+
+    def empty_cache(self) -> None:
+        return None
+
+    def reset_peak_memory_stats(self, device: object = None) -> None:
+        return None
+
+    def get_device_name(self, device: object = None) -> str:
+        return "CPU"
+
+    def get_device_properties(self, device: object = None) -> SimpleNamespace:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return SimpleNamespace(name="CPU", total_memory=total)
+
+    def memory_stats(self, device: object = None) -> dict[str, Any]:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return {
+            "active_bytes.all.peak": peak,
+            "reserved_bytes.all.peak": peak,
+            "num_alloc_retries": 0,
+            "num_ooms": 0,
+        }

@@ -1,0 +1,96 @@
+"""What a trainer sees of the outer sync, whichever engine carries it out."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+FaultHook = Callable[[str], None]
+"""Called with the name of a point of the sync (``quorum``, ``reduce``, ``vote``, ``commit``) when it is reached."""
+
+
+class SyncFailed(RuntimeError):
+    """More syncs failed in a row than ``diloco.max_retries`` allows; the replica must restart and heal."""
+
+
+class NoPeerState(RuntimeError):
+    """A joiner entered a quorum and got no state from it. It must not train: it would start from scratch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sync:
+    """How one attempt at an outer sync ended."""
+
+    committed: bool
+    outer_step: int
+    """Committed syncs so far, this one included."""
+    progress: torch.Tensor
+    """int64 ``[virtual_shards, 4]``: what all participants read in this interval; meaningless if not committed."""
+    wait_s: float
+    """Seconds from the announcement to the quorum."""
+    reduce_s: float
+    """Seconds from the quorum to the end of the attempt."""
+    bytes: int
+    """Bytes of the pseudo-gradient that this rank gave to the reduction."""
+    cause: str | None = None
+    """Why it failed; None if committed."""
+
+
+class OuterSync(ABC):
+    """The outer sync of one rank. All ranks of a replica call it in the same order at the same inner step."""
+
+    @property
+    @abstractmethod
+    def outer_step(self) -> int:
+        """Committed syncs that this replica's anchor contains."""
+
+    @abstractmethod
+    def enter(self) -> None:
+        """Take part in the first quorum of a cold start: everybody has the same parameters.
+
+        Raises:
+            RuntimeError: no quorum came within ``diloco.quorum_timeout_s``.
+        """
+
+    @abstractmethod
+    def join(self, progress: torch.Tensor, on_state: Callable[[], None]) -> Sync:
+        """Enter a running quorum with a peer's state and take part in the sync that it was formed for.
+
+        Args:
+            progress: int64 ``[virtual_shards, 4]``, zeros: a joiner has read nothing yet.
+            on_state: called when the peer's state is in place, before any data is exchanged.
+
+        Raises:
+            NoPeerState: the quorum had no member with a committed state, or its transfer failed.
+        """
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """Called ``diloco.overlap_steps`` inner steps before the end of the interval, if that is not 0."""
+
+    @abstractmethod
+    def sync(self, progress: torch.Tensor) -> Sync:
+        """Carry out the outer sync at the end of an interval.
+
+        Args:
+            progress: int64 ``[virtual_shards, 4]``, what this replica read since the last commit (see
+                ``replica.data.PositionTable.delta``); the sum over all replicas comes back in the result.
+
+        Raises:
+            SyncFailed: too many attempts failed in a row.
+        """
+
+    @abstractmethod
+    def anchor(self) -> dict[str, torch.Tensor]:
+        """The anchor's shards of this rank by parameter name. Views: copy what must outlive the next sync."""
+
+    @abstractmethod
+    def export_state(self) -> dict[str, object]:
+        """Anchor and outer momentum of this rank, cloned on the host. No collective, no shared memory."""
+
+    @abstractmethod
+    def load_state(self, state: dict[str, object]) -> None:
+        """Take over what a peer's ``export_state`` gave."""

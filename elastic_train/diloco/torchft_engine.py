@@ -1,0 +1,169 @@
+"""torchft's own DiLoCo behind :class:`elastic_train.diloco.engine.OuterSync`.
+
+``torchft.local_sgd.DiLoCo`` hangs itself into ``optimizer.step()``. Here its fragments are driven explicitly
+after the LR schedule has stepped, so that a donor's state is always that of a whole inner step, and the
+last interval can be short. What stock DiLoCo costs is documented in ``docs/architecture.md``: a failed sync
+throws the interval of every survivor away, and a joiner repeats its donor's pseudo-gradient once.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+from torch.distributed import ReduceOp
+from torchft.local_sgd import DiLoCo
+from torchft.manager import Manager
+
+from elastic_train.config import DilocoConfig
+from elastic_train.diloco.engine import FaultHook, NoPeerState, OuterSync, Sync, SyncFailed
+from elastic_train.peer_ckpt.shards import export_optimizer, export_tensors, load_optimizer, load_tensors
+
+logger = logging.getLogger(__name__)
+
+COLD_START_STEP = 1
+"""torchft's step of outer step 0. A joiner's Manager starts at 0, so it is behind everybody, always, and must heal."""
+
+
+class _Fragments(DiLoCo):
+    """Stock DiLoCo without its own state export, which hands out live DTensors."""
+
+    def _register_state_dict_fn(self) -> None:
+        return None
+
+
+class TorchftEngine(OuterSync):
+    """Stock DiLoCo: uniform mean over the quorum, Nesterov SGD on the anchor by ``torch.optim.SGD``."""
+
+    def __init__(
+        self,
+        manager: Manager,
+        fragments: Sequence[nn.Module],
+        inner_optimizer: torch.optim.Optimizer,
+        config: DilocoConfig,
+        *,
+        pin_memory: bool,
+        hook: FaultHook,
+    ) -> None:
+        """
+        Args:
+            manager: in synchronous quorum mode, its own step at ``COLD_START_STEP`` or, for a joiner, 0.
+            fragments: modules that together hold every parameter once, in the order in which they sync.
+            inner_optimizer: only kept by stock DiLoCo; its hooks are not used.
+            pin_memory: pin the host copy of the anchor, on accelerators.
+            hook: called at ``reduce``.
+        """
+        self._manager = manager
+        self._config = config
+        self._hook = hook
+        self._outer = [
+            torch.optim.SGD(
+                [p for p in fragment.parameters() if p.requires_grad],
+                lr=config.outer_lr,
+                momentum=config.outer_momentum,
+                nesterov=config.outer_nesterov,
+                weight_decay=config.outer_weight_decay,
+            )
+            for fragment in fragments
+        ]
+        self._diloco = _Fragments(
+            manager,
+            list(fragments),
+            inner_optimizer,
+            self._outer,
+            sync_every=config.sync_every,
+            pin_memory=pin_memory,
+            fragment_sync_delay=config.overlap_steps,
+            fragment_update_alpha=config.merge_alpha,
+        )
+        self._modules = list(fragments)
+        self._failures = 0
+        self._prepared_wait: float | None = None
+
+    @property
+    def outer_step(self) -> int:
+        return max(self._manager.current_step() - COLD_START_STEP, 0)
+
+    @property
+    def _fragment_id(self) -> int:
+        return self.outer_step % len(self._modules)
+
+    def enter(self) -> None:
+        self._manager.start_quorum()
+
+    def join(self, progress: torch.Tensor, on_state: Callable[[], None]) -> Sync:
+        wait_s = self._announce()
+        if self._manager.current_step() < COLD_START_STEP:
+            error = self._manager.errored()
+            reason = f"the transfer failed: {error.original_exception}" if error else "no member has state"
+            raise NoPeerState(f"entered a quorum but got no state from a peer: {reason}")
+        on_state()
+        self._start_reduction()
+        return self._finish(progress, wait_s)
+
+    def prepare(self) -> None:
+        self._prepared_wait = self._announce()
+        self._start_reduction()
+
+    def sync(self, progress: torch.Tensor) -> Sync:
+        if self._prepared_wait is None:
+            self.prepare()
+        assert self._prepared_wait is not None
+        wait_s, self._prepared_wait = self._prepared_wait, None
+        return self._finish(progress, wait_s)
+
+    def anchor(self) -> dict[str, torch.Tensor]:
+        return {
+            f"{i}.{name}": tensor
+            for i, fragment in enumerate(self._diloco._fragments)
+            for name, tensor in fragment.original_parameters.items()
+        }
+
+    def export_state(self) -> dict[str, object]:
+        return {
+            "anchor": export_tensors(self.anchor().items()),
+            "momentum": [export_optimizer(optimizer) for optimizer in self._outer],
+        }
+
+    def load_state(self, state: dict[str, object]) -> None:
+        load_tensors(self.anchor().items(), state["anchor"])  # type: ignore[arg-type]
+        for optimizer, source in zip(self._outer, state["momentum"], strict=True):  # type: ignore[call-overload]
+            load_optimizer(optimizer, source)
+
+    def _announce(self) -> float:
+        began = time.monotonic()
+        self._manager.start_quorum()
+        return time.monotonic() - began
+
+    def _start_reduction(self) -> None:
+        self._diloco._fragments[self._fragment_id].prepare_sync()
+        self._hook("reduce")
+
+    def _finish(self, progress: torch.Tensor, wait_s: float) -> Sync:
+        began = time.monotonic()
+        fragment_id = self._fragment_id
+        fragment = self._diloco._fragments[fragment_id]
+        total = progress.to(self._manager_device())
+        self._manager.allreduce(total, reduce_op=ReduceOp.SUM).wait()
+        committed = fragment.perform_sync()
+        error = self._manager.errored()
+        self._failures = 0 if committed else self._failures + 1
+        cause = None if committed else str(error.original_exception if error else "a rank voted no")
+        if self._failures > self._config.max_retries:
+            raise SyncFailed(f"{self._failures} syncs failed in a row, the last: {cause}")
+        return Sync(
+            committed=committed,
+            outer_step=self.outer_step,
+            progress=total.cpu(),
+            wait_s=wait_s,
+            reduce_s=time.monotonic() - began,
+            bytes=sum(t.numel() * t.element_size() for t in fragment.original_parameters.values()),
+            cause=cause,
+        )
+
+    def _manager_device(self) -> torch.device:
+        """Where the cross-replica group wants its tensors: with the parameters."""
+        return next(self._modules[0].parameters()).device

@@ -1,0 +1,1 @@
+"""The quorum service, and the actor that owns it."""

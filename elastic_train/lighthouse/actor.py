@@ -1,0 +1,46 @@
+"""Owns torchft's Lighthouse, the service in which replicas find each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from monarch.actor import Actor, endpoint
+
+from elastic_train.config import LighthouseConfig
+from elastic_train.process_log import print_to
+
+
+class LighthouseActor(Actor):
+    """One Lighthouse in a process of its own, so that nothing else can slow its clock."""
+
+    def __init__(self, config: LighthouseConfig, log: Path) -> None:
+        print_to(log)
+        self._config = config
+        self._server: Any = None
+
+    @endpoint
+    async def start(self) -> str:
+        """Listen, and return the address, ``http://host:port``.
+
+        Raises:
+            RuntimeError: the port is taken.
+        """
+        from torchft.coordination import LighthouseServer
+
+        config = self._config
+        self._server = LighthouseServer(
+            bind=f"{config.host}:{config.port}",
+            min_replicas=config.min_replicas,
+            join_timeout_ms=config.join_timeout_ms,
+            quorum_tick_ms=config.quorum_tick_ms,
+            heartbeat_timeout_ms=config.heartbeat_timeout_ms,
+        )
+        port = self._server.address().rsplit(":", 1)[1]
+        return f"http://{config.host}:{port}"
+
+    @endpoint
+    async def shut_down(self) -> None:
+        """Stop listening."""
+        if self._server is not None:
+            self._server.shutdown()

@@ -1,0 +1,192 @@
+"""Events and figures as sentences: one wording for the live view, the status and the summary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+from elastic_train.events import Record
+from elastic_train.metrics import Recovery, RunFold
+
+_CAUSES: Mapping[str, str] = {
+    "proc_exit": "a process ended",
+    "signal": "a process was killed",
+    "exception": "an exception",
+    "device_error": "the accelerator failed",
+    "comm_error": "communication broke",
+    "hang": "no progress",
+    "heartbeat_lost": "no sign of life",
+    "host_lost": "the host is gone",
+    "preempted": "the scheduler took the host",
+    "start_timeout": "not started in time",
+    "heal_failed": "no state to be had",
+    "diverged": "parameters differ from the others'",
+    "non_finite": "values are not finite",
+    "data_error": "the data cannot be read",
+    "config_error": "the configuration is wrong",
+}
+
+_LEVELS: Mapping[str, str] = {
+    "restart_in_place": "restarts in place",
+    "reallocate": "gets another allocation",
+    "retire": "is given up",
+    "stop": "ends the run",
+}
+
+
+def cause(name: str, detail: str = "") -> str:
+    """Why something failed: `signal`, `SIGKILL` becomes `killed by SIGKILL`."""
+    if name == "signal" and detail:
+        return f"killed by {detail}"
+    words = _CAUSES.get(name, name)
+    return f"{words}: {detail}" if detail else words
+
+
+def seconds(value: float) -> str:
+    """A duration to read at a glance: `0.04 s`, `12.3 s`, `5 min 20 s`, `3 h 07 min`."""
+    if value < 9.995:
+        return f"{value:.2f} s"
+    if value < 59.95:
+        return f"{value:.1f} s"
+    minutes, rest = divmod(round(value), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02} s"
+    return f"{minutes // 60} h {minutes % 60:02} min"
+
+
+def size(count: int) -> str:
+    """Bytes in the decimal units that links are measured in."""
+    value = float(count)
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 1000:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1000
+    return f"{value:.1f} TB"
+
+
+def slots(numbers: Iterable[int]) -> str:
+    """`replica 1`, or `replicas 0 1 2`."""
+    listed = [str(number) for number in dict.fromkeys(numbers)]
+    return ("replica " if len(listed) == 1 else "replicas ") + (" ".join(listed) or "none")
+
+
+def victim(recovery: Recovery) -> str:
+    """What died, where and of what: the beginning of a sentence about a failure."""
+    where = f"replica {recovery.replica}"
+    if recovery.rank is not None:
+        where += f" rank {recovery.rank}"
+    when = "" if recovery.step is None else f" at step {recovery.step}"
+    return f"{where} failed{when}: {cause(recovery.cause, recovery.detail)}"
+
+
+def happening(event: Record, fold: RunFold) -> str | None:
+    """A sentence for an event that a person wants to hear of, given the fold that it was just applied to."""
+    teller = _TELLERS.get(event["event"])
+    return None if teller is None else teller(event, fold)
+
+
+def _since_failure(event: Record, fold: RunFold) -> str | None:
+    """How long after its failure a restarted replica got here; None for one that never failed."""
+    recovery = fold.recovery(event["replica"], event.get("incarnation", 0))
+    return None if recovery is None else f"{seconds(event['t'] - recovery.t_origin)} after its failure"
+
+
+def _failure_detected(event: Record, fold: RunFold) -> str:
+    recovery = fold.recovery(event["replica"], event.get("incarnation", 0) + 1)
+    if recovery is None:
+        return f"replica {event['replica']} failed: {cause(event['cause'])}"
+    noticed = "" if recovery.t_fault is None else f", noticed after {seconds(event['t'] - recovery.t_fault)}"
+    return victim(recovery) + noticed
+
+
+def _restart_scheduled(event: Record, fold: RunFold) -> str:
+    delay_s = event.get("delay_s", 0.0)
+    when = f"in {seconds(delay_s)}" if delay_s else "now"
+    return f"replica {event['replica']} {_LEVELS.get(event['level'], event['level'])} {when}"
+
+
+def _procs_started(event: Record, fold: RunFold) -> str | None:
+    if event.get("standby") or (after := _since_failure(event, fold)) is None:
+        return None
+    return f"replica {event['replica']} has processes again, {after}"
+
+
+def _donor_selected(event: Record, fold: RunFold) -> str:
+    which = f" of outer step {event['outer_step']}" if "outer_step" in event else ""
+    return f"replica {event['replica']} gets the state{which} from {slots(event['donors'])}"
+
+
+def _heal_finished(event: Record, fold: RunFold) -> str:
+    text = f"replica {event['replica']} has its state from {slots(event['donors'])}"
+    if "bytes" in event and "duration_s" in event:
+        text += f": {size(event['bytes'])} in {seconds(event['duration_s'])}"
+    return text
+
+
+def _joined(event: Record, fold: RunFold) -> str:
+    after = _since_failure(event, fold)
+    again = "is a member of a quorum" if after is None else f"is a member of a quorum again, {after}"
+    return f"replica {event['replica']} {again}"
+
+
+def _first_step(event: Record, fold: RunFold) -> str | None:
+    after = _since_failure(event, fold)
+    if after is None:
+        return None
+    return f"replica {event['replica']} trains again at step {event['inner_step']}, {after}"
+
+
+def _quorum_changed(event: Record, fold: RunFold) -> str:
+    return f"quorum {event['quorum_id']}: {slots(event['participants'])}"
+
+
+def _fault_injected(event: Record, fold: RunFold) -> str:
+    where = f"replica {event['replica']}" if "replica" in event else "the run"
+    if "rank" in event:
+        where += f" rank {event['rank']}"
+    return f"fault injected: {event['kind']} in {where} at point {event.get('point', 'step')}"
+
+
+def _control(event: Record, fold: RunFold) -> str:
+    asked = [
+        event["request"],
+        *(f"{name} {event[name]}" for name in ("replica", "rank", "kind") if name in event),
+    ]
+    return f"asked from outside: {' '.join(asked)}"
+
+
+def _sync_retried(event: Record, fold: RunFold) -> str:
+    return (
+        f"replica {event['replica']} tries outer step {event['outer_step']} again "
+        f"(attempt {event['attempt']}): {cause(event['cause'])}"
+    )
+
+
+_TELLERS: Mapping[str, Callable[[Record, RunFold], str | None]] = {
+    "run_started": lambda e, _: f"run started with {e['replicas']} replicas",
+    "run_degraded": lambda e, _: f"going on with {e['live']} replicas",
+    "run_restored": lambda e, _: f"all replicas take the snapshot of outer step {e['outer_step']}",
+    "run_finished": lambda e, _: f"run {e['status']}",
+    "lighthouse_lost": lambda e, _: f"Lighthouse lost: {cause(e['cause'])}",
+    "allocation_lost": lambda e, _: f"replica {e['replica']} lost its hosts: {cause(e['cause'])}",
+    "failure_detected": _failure_detected,
+    "restart_scheduled": _restart_scheduled,
+    "replica_retired": lambda e, _: f"replica {e['replica']} is given up: {cause(e['cause'])}",
+    "procs_started": _procs_started,
+    "donor_selected": _donor_selected,
+    "heal_finished": _heal_finished,
+    "heal_failed": lambda e, _: f"replica {e['replica']} got no state: {cause(e['cause'])}",
+    "joined": _joined,
+    "first_step": _first_step,
+    "quorum_changed": _quorum_changed,
+    "sync_retried": _sync_retried,
+    "caught_up": lambda e, _: f"replica {e['replica']} caught up to outer step {e['outer_step']}",
+    "checkpoint_saved": lambda e, _: f"outer step {e['outer_step']} saved to {e['path']}",
+    "fault_injected": _fault_injected,
+    "drain_started": lambda e, _: f"replica {e['replica']} leaves at its next sync",
+    "replica_finished": lambda e, _: f"replica {e['replica']} trained to the end",
+    "control": _control,
+    "note": lambda e, _: e["text"],
+}
+
+TOLD = frozenset(_TELLERS)
+"""The events that may be told."""

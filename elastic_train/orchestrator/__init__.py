@@ -1,0 +1,1 @@
+"""Runs the replicas: the manager observes and acts, the policy decides."""

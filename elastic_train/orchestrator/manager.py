@@ -1,0 +1,256 @@
+"""The OrchestrationManager: starts the Lighthouse and the replicas, releases them, and ends the run.
+
+It observes (events of all replicas), decides (``policy``) and acts (``slot``). It alone knows the whole run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from dataclasses import dataclass
+from typing import Any
+
+from elastic_train.config import ConfigError, EnvironmentProblem, digest
+from elastic_train.config.faults import FaultSpec
+from elastic_train.lifecycle import ReplicaState, Trigger
+from elastic_train.lighthouse.actor import LighthouseActor
+from elastic_train.metrics import RunFold
+from elastic_train.orchestrator.control import ControlServer, Reply, Request
+from elastic_train.orchestrator.slot import ReplicaSlot, RunContext, SlotEnd
+
+logger = logging.getLogger(__name__)
+
+_PUMP_S = 0.2
+_STOP_S = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunEnd:
+    """How a run ended."""
+
+    status: str
+    """succeeded, failed or interrupted."""
+    cause: str | None = None
+    reason: str | None = None
+
+
+class OrchestrationManager:
+    """Owns the Lighthouse and the slots of one run."""
+
+    def __init__(self, run: RunContext, name: str, fold: RunFold) -> None:
+        self._run = run
+        self._name = name
+        self._fold = fold
+        slots = range(run.config.orchestrator.replicas)
+        self._slots = [ReplicaSlot(slot, run, self._others_live) for slot in slots]
+        self._lighthouse: Any = None
+        self._lighthouse_mesh: Any = None
+        self._control = ControlServer(self._answer)
+        self._background: list[asyncio.Task[None]] = []
+
+    async def run(self, interrupted: asyncio.Event) -> RunEnd:
+        """Train to the end of the run, or until ``interrupted`` is set. Nothing is left running afterwards."""
+        config, log = self._run.config, self._run.log
+        log.emit(
+            "run_started",
+            replicas=config.orchestrator.replicas,
+            procs_per_replica=config.orchestrator.procs_per_replica,
+            steps=config.training.steps,
+            config_digest=digest(config),
+            name=self._name,
+            run_dir=str(self._run.folder.path),
+        )
+        end = RunEnd(status="failed", cause="exception", reason="the controller failed")
+        try:
+            await self._control.start()
+            self._run.folder.announce_controller(self._control.socket)
+            end = await self._until(interrupted)
+        finally:
+            await self._shut_down()
+            log.emit(
+                "run_finished",
+                status=end.status,
+                cause=end.cause,
+                inner_step=self._fold.inner_step,
+                outer_step=self._fold.outer_step,
+                loss=self._fold.last_loss,
+            )
+        return end
+
+    async def _until(self, interrupted: asyncio.Event) -> RunEnd:
+        training, interrupt = asyncio.ensure_future(self._train()), asyncio.ensure_future(interrupted.wait())
+        try:
+            await asyncio.wait({training, interrupt}, return_when=asyncio.FIRST_COMPLETED)
+            if training.done():
+                return training.result()
+            return RunEnd(status="interrupted")
+        finally:
+            for task in (training, interrupt):
+                task.cancel()
+            await asyncio.gather(training, interrupt, return_exceptions=True)
+
+    async def _train(self) -> RunEnd:
+        self._run.lighthouse = await self._start_lighthouse()
+        slots = {asyncio.ensure_future(slot.run()): slot for slot in self._slots}
+        self._background = [asyncio.ensure_future(work) for work in (self._pump(), self._random_faults())]
+        release = asyncio.ensure_future(
+            self._run.barrier.release_when_ready(
+                self._run.config.orchestrator.start_timeout_s, self._run.config.lighthouse.min_replicas
+            )
+        )
+        try:
+            return await self._follow(slots, release)
+        finally:
+            for task in (*slots, release):
+                task.cancel()
+            await asyncio.gather(*slots, release, return_exceptions=True)
+
+    async def _follow(
+        self, slots: dict[asyncio.Future[SlotEnd], ReplicaSlot], release: asyncio.Future[Any]
+    ) -> RunEnd:
+        """Wait for the slots to end; once one has trained to the end, the others soon must."""
+        loop = asyncio.get_running_loop()
+        running: set[asyncio.Future[Any]] = set(slots)
+        finish_by: float | None = None
+        last: SlotEnd | None = None
+        while running:
+            watched = running if release.done() else {*running, release}
+            timeout = None if finish_by is None else max(0.0, finish_by - loop.time())
+            done, _ = await asyncio.wait(watched, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            if release in done and release.exception() is not None:
+                return RunEnd(
+                    status="failed",
+                    cause="start_timeout",
+                    reason="fewer than lighthouse.min_replicas were ready within orchestrator.start_timeout_s",
+                )
+            for task in done & set(slots):
+                last = task.result()
+                if last.stops_run:
+                    return RunEnd(status="failed", cause=last.cause, reason=last.reason)
+                if last.state is ReplicaState.FAILED:
+                    self._run.log.emit("run_degraded", live=self._others_live(None))
+            running -= done
+            finished = [slot for slot in self._slots if slot.state is ReplicaState.SUCCEEDED]
+            if finished and running:
+                finish_by = finish_by or loop.time() + self._run.config.orchestrator.finish_timeout_s
+                # Whoever is not in the run any more has nobody left to get a state from.
+                overdue = loop.time() >= finish_by
+                for task in list(running & set(slots)):
+                    if overdue or slots[task].state is not ReplicaState.RUNNING:
+                        task.cancel()
+                        running.discard(task)
+                        slots[task].apply(Trigger.PEERS_FINISHED)
+        if await self._save_last_state():
+            return RunEnd(status="succeeded")
+        return RunEnd(
+            status="failed",
+            cause=last.cause if last else None,
+            reason=(last.reason if last else None) or "no replica could write the last state",
+        )
+
+    async def _save_last_state(self) -> bool:
+        """One of the replicas that trained to the end writes what they all hold; the next one if it cannot."""
+        for slot in self._slots:
+            if slot.finished and await slot.save():
+                return True
+        return False
+
+    async def _start_lighthouse(self) -> str:
+        settings = self._run.config.lighthouse
+        if settings.address:
+            return settings.address
+        allocation = await self._run.scheduler.allocate("lighthouse")
+        self._lighthouse_mesh = allocation.mesh.spawn_procs({"lighthouse": 1}, name="lighthouse")
+        self._lighthouse = self._lighthouse_mesh.spawn(
+            "lighthouse", LighthouseActor, settings, self._run.folder.lighthouse_log
+        )
+        try:
+            address = str(await _result(self._lighthouse.start.call_one()))
+        except Exception as error:
+            raise EnvironmentProblem(
+                f"the Lighthouse cannot listen on {settings.host}:{settings.port}: "
+                "set lighthouse.port to a free port, or to 0 for any"
+            ) from error
+        self._run.log.emit("lighthouse_started", address=address)
+        return address
+
+    async def _shut_down(self) -> None:
+        for task in self._background:
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
+        await asyncio.gather(*(slot.pump() for slot in self._slots))
+        for slot in self._slots:
+            if not slot.state.is_end:
+                slot.apply(Trigger.STOP)
+        await asyncio.gather(*(slot.shut_down() for slot in self._slots))
+        if self._lighthouse is not None:
+            await _quietly(self._lighthouse.shut_down.call_one())
+            await _quietly(self._lighthouse_mesh.stop("the run ends"))
+        await self._control.close()
+
+    def _others_live(self, slot: int | None) -> int:
+        return sum(1 for other in self._slots if other.slot != slot and not other.state.is_end)
+
+    # -- while it runs -----------------------------------------------------------------------------------------------
+
+    async def _pump(self) -> None:
+        while True:
+            await asyncio.gather(*(slot.pump() for slot in self._slots))
+            await asyncio.sleep(_PUMP_S)
+
+    async def _random_faults(self) -> None:
+        """Faults at random, reproducible from the seed as far as the replicas' states allow."""
+        settings = self._run.config.faults
+        if settings.every_s <= 0:
+            return
+        await self._run.barrier.wait()
+        chance = random.Random(settings.seed)
+        while True:
+            await asyncio.sleep(settings.every_s * chance.uniform(0.5, 1.5))
+            replica = chance.randrange(len(self._slots))
+            rank = chance.randrange(self._run.config.orchestrator.procs_per_replica)
+            kind = chance.choice(settings.kinds)
+            if self._slots[replica].state is ReplicaState.RUNNING:
+                await self._slots[replica].inject(FaultSpec(replica=replica, rank=rank, step=0, kind=kind))
+
+    async def _answer(self, request: Request) -> Reply:
+        match request["op"]:
+            case "inject":
+                return await self._inject(request)
+            case other:
+                return {"ok": False, "text": f"no such request: {other}"}
+
+    async def _inject(self, request: Request) -> Reply:
+        try:
+            spec = FaultSpec.parse(
+                f"{request['replica']}.{request['rank']}@0/{request['point']}:{request['kind']}"
+            )
+        except ConfigError as error:
+            return {"ok": False, "text": str(error)}
+        ranks = self._run.config.orchestrator.procs_per_replica
+        if spec.replica >= len(self._slots) or spec.rank >= ranks:
+            return {
+                "ok": False,
+                "text": f"there are {len(self._slots)} replicas of {ranks} ranks, counted from 0",
+            }
+        self._run.log.emit("control", request="inject", replica=spec.replica, rank=spec.rank, kind=spec.kind)
+        slot = self._slots[spec.replica]
+        if await slot.inject(spec):
+            return {
+                "ok": True,
+                "text": f"replica {spec.replica} rank {spec.rank}: {spec.kind} at the next {spec.point}",
+            }
+        return {"ok": False, "text": f"replica {spec.replica} is {slot.state} and cannot take a fault now"}
+
+
+async def _result(future: Any) -> Any:
+    """Await one of Monarch's futures where asyncio wants a coroutine."""
+    return await future
+
+
+async def _quietly(future: Any) -> None:
+    try:
+        await asyncio.wait_for(_result(future), _STOP_S)
+    except Exception as error:
+        logger.warning("while shutting down: %s", error)

@@ -1,0 +1,42 @@
+"""How Monarch is set up: the only place that writes its environment.
+
+Monarch finds a dead process by polling, and its defaults take ten seconds and more. Every variable must be set before
+monarch is imported, here and so, by inheritance, in every process that it starts.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import MutableMapping
+
+SETTINGS = {
+    "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "500ms",
+    "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": "5s",
+    "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": "6s",
+    # At least the sum of the three above.
+    "HYPERACTOR_MESH_SUPERVISION_WATCHDOG_TIMEOUT": "15s",
+    "HYPERACTOR_MESH_ORPHAN_TIMEOUT": "5s",
+    "HYPERACTOR_MESH_TERMINATE_TIMEOUT": "2s",
+    "HYPERACTOR_CLEANUP_TIMEOUT": "500ms",
+    "HYPERACTOR_STOP_ACTOR_TIMEOUT": "1s",
+    "HYPERACTOR_REMOTE_STOP_GRACE_PERIOD": "500ms",
+    "HYPERACTOR_PROCESS_EXIT_TIMEOUT": "1s",
+}
+
+
+def configure(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Set Monarch's timeouts; one that somebody has set already stays."""
+    for name, value in SETTINGS.items():
+        environ.setdefault(name, value)
+
+
+def trainer_environment(ranks_on_host: int, cores: int, *, loopback: bool) -> dict[str, str]:
+    """Variables for trainer processes: each gets its share of the cores, and on one machine gloo stays on loopback."""
+    environment = {
+        "OMP_NUM_THREADS": str(max(1, cores // ranks_on_host)),
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",
+    }
+    if loopback:
+        environment["GLOO_SOCKET_IFNAME"] = "lo"
+    return environment

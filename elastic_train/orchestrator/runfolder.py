@@ -1,0 +1,89 @@
+"""The folder of one run: where everything that it leaves behind lies."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from elastic_train.config import EnvironmentProblem, RunConfig, to_toml
+
+_NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9_.-]+")
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Paths below a run's folder."""
+
+    path: Path
+
+    @property
+    def events(self) -> Path:
+        return self.path / "events.jsonl"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def controller(self) -> Path:
+        """Pid and control socket of the controller, while it lives."""
+        return self.path / "controller.json"
+
+    @property
+    def controller_log(self) -> Path:
+        return self.path / "logs" / "controller.log"
+
+    @property
+    def lighthouse_log(self) -> Path:
+        return self.path / "logs" / "lighthouse.log"
+
+    def announce_controller(self, socket: Path) -> None:
+        """Say where the controller of this run can be reached."""
+        staging = self.controller.with_suffix(".tmp")
+        staging.write_text(json.dumps({"pid": os.getpid(), "socket": str(socket)}))
+        staging.rename(self.controller)
+
+
+def create(config: RunConfig, name: str, run_dir: Path | None) -> RunFolder:
+    """Make the run's folder, with the resolved config in it, and let ``latest`` beside it point to it.
+
+    Args:
+        name: what the run is called, from the config file's name.
+        run_dir: the folder to use; None makes ``<job.dump_folder>/<time>-<name>``.
+
+    Raises:
+        EnvironmentProblem: the folder cannot be written, or holds a run already.
+    """
+    chosen = run_dir or _unused(Path(config.job.dump_folder), name)
+    folder = RunFolder(chosen.absolute())
+    if folder.events.exists():
+        raise EnvironmentProblem(f"{folder.path} holds a run already: choose another --run_dir")
+    try:
+        (folder.path / "logs").mkdir(parents=True, exist_ok=True)
+        (folder.path / "segments").mkdir(exist_ok=True)
+        (folder.path / "config.toml").write_text(to_toml(config))
+        _point_latest_to(folder.path)
+    except OSError as error:
+        raise EnvironmentProblem(
+            f"cannot write the run folder {folder.path} ({error.strerror}): "
+            "set job.dump_folder or --run_dir to a folder that you may write"
+        ) from error
+    return folder
+
+
+def _unused(parent: Path, name: str) -> Path:
+    stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{_NOT_IN_A_NAME.sub('-', name)}"
+    candidates = (parent / (stem if n == 1 else f"{stem}-{n}") for n in range(1, 1000))
+    return next(path for path in candidates if not path.exists())
+
+
+def _point_latest_to(path: Path) -> None:
+    """Renaming over the old link leaves no moment without one, also when two runs start at once."""
+    staging = path.parent / f".latest-{os.getpid()}"
+    staging.unlink(missing_ok=True)
+    staging.symlink_to(path.name)
+    staging.rename(path.parent / "latest")

@@ -1,0 +1,363 @@
+"""One slot of the run, from its first allocation to its end: one incarnation after the other.
+
+The slot carries out what the policy decides about its failures. It never looks at another slot.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from monarch.actor import ProcMesh
+
+from elastic_train.clock import Clock
+from elastic_train.config import RunConfig
+from elastic_train.config.faults import FaultSpec
+from elastic_train.events import EventLog, LineFile, Record
+from elastic_train.lifecycle import IllegalTransition, ReplicaLifecycle, ReplicaState, Trigger
+from elastic_train.orchestrator.barrier import ColdStart
+from elastic_train.orchestrator.policy import Failure, Reallocate, RestartInPlace, Retire, Stop, decide
+from elastic_train.orchestrator.runfolder import RunFolder
+from elastic_train.orchestrator.scheduler import Allocation, Scheduler
+from elastic_train.replica.actor import ProcessId, ReplicaActor, ReplicaFailure, SegmentPart
+from elastic_train.replica.causes import of_process
+from elastic_train.replica.rank import Incarnation
+
+logger = logging.getLogger(__name__)
+
+_ANSWER_S = 10.0
+"""How long a supervisor that is not busy may take to answer."""
+
+_LIFECYCLE_OF_EVENT = {
+    "heal_started": Trigger.HEAL_STARTED,
+    "heal_finished": Trigger.HEAL_FINISHED,
+    "joined": Trigger.JOINED,
+}
+
+
+@dataclass(kw_only=True)
+class RunContext:
+    """What all slots of a run share."""
+
+    config: RunConfig
+    folder: RunFolder
+    log: EventLog
+    metrics: LineFile
+    clock: Clock
+    scheduler: Scheduler
+    barrier: ColdStart
+    lighthouse: str
+    host: str
+    environment: tuple[tuple[str, str], ...]
+    on_metrics: Callable[[Record], None]
+    """Called with every record of metrics.jsonl."""
+    fired: set[str] = field(default_factory=set)
+    """Faults that have acted."""
+    jitter: random.Random = field(default_factory=random.Random)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlotEnd:
+    """How a slot's part of the run ended."""
+
+    state: ReplicaState
+    cause: str | None = None
+    reason: str | None = None
+    stops_run: bool = False
+    """Whether the run cannot go on after this."""
+
+
+class ReplicaSlot:
+    """Supervises the incarnations of one slot."""
+
+    def __init__(self, slot: int, run: RunContext, others_live: Callable[[int], int]) -> None:
+        """
+        Args:
+            others_live: counts the slots other than the given one that have not ended.
+        """
+        self.slot = slot
+        self.lifecycle = ReplicaLifecycle()
+        self._run = run
+        self._others_live = others_live
+        self.finished = False
+        """Whether this slot trained to the end itself and holds the last state."""
+        self._number = -1
+        self._incarnation: Incarnation | None = None
+        self._allocation: Allocation | None = None
+        self._actor: Any = None
+        self._actor_mesh: ProcMesh | None = None
+        self._processes: list[ProcessId] = []
+        self._failures: list[Failure] = []
+        self._running_since: float | None = None
+        self._offsets = (0, 0)
+        self._pumping = asyncio.Lock()
+
+    @property
+    def state(self) -> ReplicaState:
+        return self.lifecycle.state
+
+    async def run(self) -> SlotEnd:
+        """Keep the slot training until it has trained to the end, or nothing more can be done about it."""
+        while True:
+            if self._allocation is None:
+                await self._allocate()
+            failure = await self._live()
+            await self.pump()
+            if failure is None:
+                self.apply(Trigger.FINISHED)
+                self.finished = True
+                return SlotEnd(state=self.state)
+            end = await self._act_on(failure)
+            if end is not None:
+                return end
+
+    async def pump(self) -> None:
+        """Merge what the slot's processes wrote since the last time into the run's log."""
+        async with self._pumping:
+            actor, incarnation = self._actor, self._incarnation
+            if actor is None or incarnation is None:
+                return
+            try:
+                part: SegmentPart = await asyncio.wait_for(
+                    _result(actor.read_segment.call_one(incarnation, self._offsets)), _ANSWER_S
+                )
+            except Exception as error:
+                # A dead supervisor shows in the call that is pending on it; its successor reads on from here.
+                logger.info("replica %d: its events could not be read: %s", self.slot, error)
+                return
+            self._offsets = part.offsets
+            for event in part.events:
+                self._follow(self._run.log.append(event))
+            for record in part.metrics:
+                self._run.metrics.append(record)
+                self._run.on_metrics(record)
+
+    async def inject(self, spec: FaultSpec) -> bool:
+        """Pass a fault on to the process it is meant for; False if there is none at the moment."""
+        if self._actor is None:
+            return False
+        try:
+            return bool(await asyncio.wait_for(_result(self._actor.inject.call_one(spec)), _ANSWER_S))
+        except Exception:
+            # A fault that ends the ReplicaActor itself leaves no answer.
+            return spec.kind == "replica_actor"
+
+    async def save(self) -> bool:
+        """Let the replica, which has trained to the end, write the last state of the run."""
+        try:
+            failure = await _result(self._actor.save.call_one())
+        except Exception as error:
+            logger.warning("replica %d could not write the last state: %s", self.slot, error)
+            return False
+        await self.pump()
+        return failure is None
+
+    async def shut_down(self) -> None:
+        """End the slot's processes and give its hosts back."""
+        actor, self._actor = self._actor, None
+        mesh, self._actor_mesh = self._actor_mesh, None
+        if actor is not None:
+            await _within(_ANSWER_S, actor.shut_down.call_one(), f"replica {self.slot} does not shut down")
+        if mesh is not None:
+            await _within(
+                _ANSWER_S, mesh.stop("the run ends"), f"replica {self.slot}'s supervisor does not stop"
+            )
+        if self._allocation is not None:
+            await self._run.scheduler.release(self._allocation)
+            self._allocation = None
+
+    def apply(self, trigger: Trigger) -> None:
+        """Move the slot's state, and say so in the log."""
+        try:
+            before, after = self.lifecycle.apply(trigger)
+        except IllegalTransition as error:
+            logger.warning("replica %d: %s", self.slot, error)
+            return
+        if after is not before:
+            self._run.log.emit(
+                "replica_state",
+                replica=self.slot,
+                incarnation=max(self._number, 0),
+                **{"from": before, "to": after},
+            )
+        if after is ReplicaState.RUNNING and before is not ReplicaState.RUNNING:
+            self._running_since = self._run.clock.monotonic()
+
+    # -- one incarnation -------------------------------------------------------------------------------------------
+
+    async def _allocate(self) -> None:
+        name = f"replica_{self.slot}"
+        self._run.log.emit("allocation_requested", replica=self.slot)
+        self._allocation = await self._run.scheduler.allocate(name)
+        self._run.log.emit("allocation_granted", replica=self.slot, hosts=list(self._allocation.hosts))
+        self.apply(Trigger.ALLOCATED)
+
+    async def _live(self) -> ReplicaFailure | None:
+        """One incarnation, from its processes' start to its end; None if it trained to the end of the run."""
+        run = self._run
+        self._number += 1
+        self._running_since = None
+        self._incarnation = incarnation = Incarnation(
+            config=run.config,
+            run_dir=run.folder.path,
+            slot=self.slot,
+            number=self._number,
+            joining=run.barrier.released,
+            lighthouse=run.lighthouse,
+            host=run.host,
+            fired=frozenset(run.fired),
+            environment=run.environment,
+        )
+        try:
+            actor = self._ensure_actor()
+            start = _result(actor.start.call_one(incarnation, self._processes, actor))
+            failure = await (start if incarnation.joining else self._unless_too_late(start))
+            if failure is not None:
+                return failure
+            await self.pump()
+            self.apply(Trigger.READY)
+            if not incarnation.joining:
+                await run.barrier.arrive(self.slot)
+                self.apply(Trigger.RELEASED)
+            return await _result(actor.train.call_one())
+        except Exception as error:
+            return self._supervisor_lost(error)
+
+    async def _unless_too_late(self, start: Awaitable[ReplicaFailure | None]) -> ReplicaFailure | None:
+        """Wait for a start that the cold start waits for; the release without this slot makes it a failure."""
+        starting, released = asyncio.ensure_future(start), asyncio.ensure_future(self._run.barrier.wait())
+        try:
+            await asyncio.wait({starting, released}, return_when=asyncio.FIRST_COMPLETED)
+            if starting.done():
+                return starting.result()
+        finally:
+            released.cancel()
+            if not starting.done():
+                starting.cancel()
+        failure = ReplicaFailure(
+            cause="start_timeout",
+            rank=None,
+            step=0,
+            error=f"not ready within orchestrator.start_timeout_s = {self._run.config.orchestrator.start_timeout_s}",
+        )
+        self._log_failure(failure)
+        return failure
+
+    def _ensure_actor(self) -> Any:
+        if self._actor is None:
+            assert self._allocation is not None
+            self._actor_mesh = self._allocation.mesh.spawn_procs(
+                {"replica": 1}, name=f"replica_actor_{self.slot}_{self._number}"
+            )
+            self._actor = self._actor_mesh.spawn("replica", ReplicaActor, self.slot, self._run.folder.path)
+        return self._actor
+
+    def _supervisor_lost(self, error: Exception) -> ReplicaFailure:
+        """The ReplicaActor is gone, and with it whoever could have written the failure down."""
+        end = of_process(str(error))
+        self._actor, self._actor_mesh = None, None
+        failure = ReplicaFailure(
+            cause=end.cause if end else "exception",
+            rank=None,
+            step=self._failures[-1].step if self._failures else 0,
+            error=f"its ReplicaActor {end.error}" if end else f"its ReplicaActor failed: {error}",
+            signal=end.signal if end else None,
+            traceback=None if end else str(error),
+        )
+        self._log_failure(failure)
+        return failure
+
+    def _log_failure(self, failure: ReplicaFailure) -> None:
+        self._run.log.emit(
+            "failure_detected",
+            replica=self.slot,
+            incarnation=self._number,
+            cause=failure.cause,
+            rank=failure.rank,
+            step=failure.step,
+            signal=failure.signal,
+            error=failure.error,
+            traceback=failure.traceback,
+            detect_s=failure.detect_s,
+        )
+
+    def _follow(self, event: Record) -> None:
+        """Let the slot's state follow what its current incarnation reports."""
+        name = event["event"]
+        if name == "fault_injected":
+            self._run.fired.add(event["spec"])
+        if event.get("incarnation") != self._number:
+            return
+        if name == "procs_started":
+            self._processes = list(zip(event["pids"], event["created"], strict=True))
+        elif name in _LIFECYCLE_OF_EVENT:
+            self.apply(_LIFECYCLE_OF_EVENT[name])
+
+    # -- after a failure ---------------------------------------------------------------------------------------------
+
+    async def _act_on(self, lost: ReplicaFailure) -> SlotEnd | None:
+        run, now = self._run, self._run.clock.monotonic()
+        failure = Failure(
+            slot=self.slot,
+            incarnation=self._number,
+            cause=lost.cause,
+            step=lost.step,
+            error=lost.error,
+            t=now,
+            healthy_s=0.0 if self._running_since is None else now - self._running_since,
+        )
+        run.barrier.leave(self.slot)
+        self.apply(Trigger.FAILED)
+        decision = decide(
+            failure,
+            self._failures,
+            live=self._others_live(self.slot),
+            min_replicas=run.config.lighthouse.min_replicas,
+            recovery=run.config.recovery,
+            jitter=run.jitter.random(),
+        )
+        self._failures.append(failure)
+        match decision:
+            case Stop():
+                return SlotEnd(state=self.state, cause=decision.cause, reason=decision.reason, stops_run=True)
+            case Retire():
+                return await self._retire(decision.cause)
+            case RestartInPlace() | Reallocate():
+                run.log.emit(
+                    "restart_scheduled",
+                    replica=self.slot,
+                    incarnation=self._number + 1,
+                    level=decision.level,
+                    delay_s=round(decision.delay_s, 3),
+                )
+                await asyncio.sleep(decision.delay_s)
+                if isinstance(decision, RestartInPlace):
+                    self.apply(Trigger.RESTART)
+                else:
+                    await self.shut_down()
+                    self.apply(Trigger.REALLOCATE)
+                return None
+
+    async def _retire(self, cause: str) -> SlotEnd:
+        self._run.log.emit("replica_retired", replica=self.slot, incarnation=self._number, cause=cause)
+        self.apply(Trigger.RETIRE)
+        self._run.barrier.give_up(self.slot)
+        await self.shut_down()
+        return SlotEnd(state=self.state, cause=cause, reason=self._failures[-1].error)
+
+
+async def _result(future: Any) -> Any:
+    """Await one of Monarch's futures where asyncio wants a coroutine."""
+    return await future
+
+
+async def _within(seconds: float, future: Any, complaint: str) -> None:
+    """Wait for an ending at most so long: a lost host must not hold up the rest."""
+    try:
+        await asyncio.wait_for(_result(future), seconds)
+    except Exception as error:
+        logger.warning("%s: %s", complaint, error)

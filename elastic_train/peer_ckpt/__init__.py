@@ -1,0 +1,1 @@
+"""State that travels between replicas: what a rank holds, and the wire that carries it."""

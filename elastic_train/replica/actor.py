@@ -1,0 +1,405 @@
+"""The supervisor of one replica: it owns the replica's processes, sees them fail, and starts them again in place.
+
+It carries out what the OrchestrationManager decides and reports what it sees; a failure here touches no other
+replica. What an older incarnation still says is logged and ignored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Awaitable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+from monarch.actor import Actor, MeshFailure, concurrent_endpoint, default_bootstrap_cmd, this_host
+from monarch.spmd import setup_torch_elastic_env_async
+
+from elastic_train.clock import SystemClock
+from elastic_train.config.faults import FaultSpec
+from elastic_train.events import EventWriter, Record, read_records
+from elastic_train.process_log import print_to
+from elastic_train.replica.beacon import BeaconReader, Budgets, hang
+from elastic_train.replica.causes import ProcessEnd, crashed_ranks, of_process
+from elastic_train.replica.rank import Incarnation, SegmentPaths, beacon_path, supervisor_log_path
+from elastic_train.replica.trainer_actor import ProcessActor, TrainerActor
+
+logger = logging.getLogger(__name__)
+
+_WATCH_S = 0.1
+_SETTLE_S = 1.5
+"""A rank that lost a peer says so before the peer's own death is known; the cause is worth a moment's wait."""
+
+_ENDED_UNSEEN = "its process ended and nobody saw how"
+
+ProcessId = tuple[int, float]
+"""Pid and creation time (unix seconds)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaFailure:
+    """Why an incarnation ended before it had trained to the end."""
+
+    cause: str
+    rank: int | None
+    step: int
+    error: str
+    """One line."""
+    signal: str | None = None
+    traceback: str | None = None
+    detect_s: float = 0.0
+    """Seconds from the last sign of life to the detection."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SegmentPart:
+    """What a replica's processes wrote since the last reading, and where to go on from."""
+
+    events: list[Record]
+    metrics: list[Record]
+    offsets: tuple[int, int]
+
+
+class ReplicaActor(Actor):
+    """Owns one proc mesh at a time."""
+
+    def __init__(self, slot: int, run_dir: Path) -> None:
+        print_to(supervisor_log_path(run_dir, slot))
+        self._slot = slot
+        self._incarnation: Incarnation | None = None
+        self._handle: Any = None
+        self._starting: asyncio.Task[ReplicaFailure | None] | None = None
+        self._mesh: Any = None
+        self._trainers: Any = None
+        self._processes: Any = None
+        self._identities: list[ProcessId] = []
+        self._reports: list[ReplicaFailure] = []
+        self._ends: dict[int, ProcessEnd] = {}
+        self._reported = asyncio.Event()
+        self._background: set[asyncio.Task[Any]] = set()
+
+    async def __supervise__(self, failure: MeshFailure) -> bool:
+        """Take note of how a process ended; that it has ended is found out elsewhere, and sooner."""
+        report = str(failure)
+        logger.info("supervision: %s", report)
+        if end := of_process(report):
+            for rank in crashed_ranks(report):
+                if rank < len(self._identities) and not is_alive(*self._identities[rank]):
+                    self._ends[rank] = end
+        return True
+
+    @concurrent_endpoint
+    async def start(
+        self, incarnation: Incarnation, orphans: list[ProcessId], handle: Any
+    ) -> ReplicaFailure | None:
+        """Bring an incarnation up to where it waits for its release; replaces the one before, in place.
+
+        Args:
+            orphans: processes of an earlier incarnation whose ReplicaActor is gone; they are ended first.
+            handle: this actor, as its ranks address it.
+        """
+        self._handle = handle
+        self._identities += orphans
+        if self._starting is not None:
+            # The manager gave up waiting for the incarnation before; its start must not go on beside this one.
+            self._starting.cancel()
+            await asyncio.wait({self._starting})
+        self._starting = asyncio.ensure_future(
+            self._stop_and_restart(replace(incarnation, supervisor_pid=os.getpid()))
+        )
+        try:
+            return await self._starting
+        except asyncio.CancelledError:
+            return ReplicaFailure(
+                cause="start_timeout", rank=None, step=0, error="replaced before it was ready"
+            )
+
+    @concurrent_endpoint
+    async def train(self) -> ReplicaFailure | None:
+        """Train to the end of the run. None: it got there, and its processes still hold the state."""
+        return await self._on_all_ranks("train")
+
+    @concurrent_endpoint
+    async def save(self) -> ReplicaFailure | None:
+        """Write the last state of the run."""
+        return await self._on_all_ranks("save")
+
+    @concurrent_endpoint
+    async def report_training_error(
+        self, slot: int, rank: int, incarnation: int, cause: str, traceback: str
+    ) -> None:
+        """A rank is about to end because of an exception."""
+        current = self._incarnation
+        if current is None or incarnation != current.number:
+            logger.warning("ignored a report of replica %d's incarnation %d: %s", slot, incarnation, cause)
+            return
+        lines = [line for line in traceback.splitlines() if line.strip()]
+        self._reports.append(
+            ReplicaFailure(
+                cause=cause,
+                rank=rank,
+                step=self._last_step(),
+                error=lines[-1] if lines else cause,
+                traceback=traceback,
+            )
+        )
+        self._reported.set()
+
+    @concurrent_endpoint
+    async def inject(self, spec: FaultSpec) -> bool:
+        """Let a fault happen to this actor now, or to one of its ranks at its next passage."""
+        if self._incarnation is None or self._processes is None:
+            return False
+        if spec.kind == "replica_actor":
+            self._events(self._incarnation).emit(
+                "fault_injected", kind=spec.kind, point=spec.point, spec=str(spec)
+            )
+            os.kill(os.getpid(), signal.SIGKILL)
+        return bool(await _result(self._processes.slice(gpus=spec.rank).arm.call_one(spec)))
+
+    @concurrent_endpoint
+    async def read_segment(self, incarnation: Incarnation, offsets: tuple[int, int]) -> SegmentPart:
+        """Hand over what this replica's processes wrote to their host's disk."""
+        paths = SegmentPaths.of(incarnation.run_dir, self._slot)
+        events, events_offset = read_records(paths.events, offsets[0])
+        metrics, metrics_offset = read_records(paths.metrics, offsets[1])
+        return SegmentPart(events=events, metrics=metrics, offsets=(events_offset, metrics_offset))
+
+    @concurrent_endpoint
+    async def shut_down(self) -> None:
+        """End this replica's processes: let them close, then make sure that they are gone."""
+        if self._trainers is not None:
+            close = asyncio.ensure_future(_result(self._trainers.close.call()))
+            await asyncio.wait({close}, timeout=2.0)
+            close.cancel()
+        await self._end_processes()
+
+    # -- one incarnation -------------------------------------------------------------------------------------------
+
+    async def _stop_and_restart(self, incarnation: Incarnation) -> ReplicaFailure | None:
+        await self._end_processes()
+        self._incarnation = incarnation
+        self._reports.clear()
+        self._reported.clear()
+        self._ends.clear()
+        try:
+            await self._spawn(incarnation)
+        except Exception as error:
+            logger.exception("the processes could not be started")
+            failure = ReplicaFailure(cause="proc_exit", rank=None, step=0, error=_one_line(error))
+            return self._detected(incarnation, failure)
+        failure = await self._on_all_ranks("build")
+        if failure is None:
+            self._events(incarnation).emit("replica_ready")
+        return failure
+
+    async def _spawn(self, incarnation: Incarnation) -> None:
+        ranks = incarnation.config.orchestrator.procs_per_replica
+        self._mesh = this_host().spawn_procs(
+            {"gpus": ranks},
+            name=f"replica_{self._slot}_{incarnation.number}",
+            bootstrap_command=default_bootstrap_cmd().with_env(dict(incarnation.environment)),
+        )
+        self._processes = self._mesh.spawn("process", ProcessActor)
+        answers = await _result(self._processes.identity.call())
+        self._identities = [identity for _, identity in answers.items()]
+        self._events(incarnation).emit(
+            "procs_started",
+            pids=[pid for pid, _ in self._identities],
+            created=[created for _, created in self._identities],
+            standby=False,
+        )
+        await setup_torch_elastic_env_async(self._mesh, incarnation.host, _free_port(incarnation.host))
+        self._trainers = self._mesh.spawn("trainer", TrainerActor, incarnation, self._handle)
+
+    async def _on_all_ranks(self, endpoint: str) -> ReplicaFailure | None:
+        """Call an endpoint of every rank and wait until all are done, or one has failed, is gone, or hangs."""
+        incarnation = self._incarnation
+        assert incarnation is not None
+        ranks = range(incarnation.config.orchestrator.procs_per_replica)
+        calls = {
+            asyncio.ensure_future(
+                _result(getattr(self._trainers.slice(gpus=rank), endpoint).call_one())
+            ): rank
+            for rank in ranks
+        }
+        reported = asyncio.ensure_future(self._reported.wait())
+        watch = asyncio.ensure_future(self._watch(incarnation))
+        try:
+            running = set(calls)
+            while running:
+                done, _ = await asyncio.wait({*running, reported, watch}, return_when=asyncio.FIRST_COMPLETED)
+                running -= done
+                if reported in done or watch in done or any(call.exception() for call in done & set(calls)):
+                    return self._detected(incarnation, await self._find_cause(calls, watch))
+            return None
+        finally:
+            for task in (*calls, reported, watch):
+                task.cancel()
+            await asyncio.gather(*calls, reported, watch, return_exceptions=True)
+
+    async def _find_cause(
+        self, calls: dict[asyncio.Future[Any], int], watch: asyncio.Future[ReplicaFailure]
+    ) -> ReplicaFailure:
+        """The failure that explains the others, as far as it shows within a moment."""
+        deadline = time.monotonic() + _SETTLE_S
+        while True:
+            found = [(0 if report.cause != "comm_error" else 3, report) for report in self._reports]
+            found += [(0, self._of_end(rank, end)) for rank, end in self._ends.items()]
+            if watch.done():
+                found.append((1 if watch.result().error == _ENDED_UNSEEN else 0, watch.result()))
+            for call, rank in calls.items():
+                if call.done() and (error := call.exception()):
+                    end = of_process(str(error))
+                    found.append((0, self._of_end(rank, end)) if end else (2, self._of_call(rank, error)))
+            doubt, best = min(found, key=lambda weighed: weighed[0])
+            if doubt == 0 or time.monotonic() >= deadline:
+                return best
+            await asyncio.sleep(_WATCH_S / 2)
+
+    def _of_call(self, rank: int, error: BaseException) -> ReplicaFailure:
+        return ReplicaFailure(
+            cause="exception", rank=rank, step=self._last_step(), error=_one_line(error), traceback=str(error)
+        )
+
+    def _of_end(self, rank: int, end: ProcessEnd) -> ReplicaFailure:
+        return ReplicaFailure(
+            cause=end.cause, rank=rank, step=self._last_step(), error=end.error, signal=end.signal
+        )
+
+    def _detected(self, incarnation: Incarnation, failure: ReplicaFailure) -> ReplicaFailure:
+        """Write a failure to the log before anything is done about it."""
+        if incarnation is not self._incarnation:
+            logger.info("incarnation %d was replaced before it failed: %s", incarnation.number, failure.error)
+            return failure
+        failure = replace(failure, detect_s=round(self._silence(failure.rank), 3))
+        self._events(incarnation).emit(
+            "failure_detected",
+            cause=failure.cause,
+            rank=failure.rank,
+            step=failure.step,
+            signal=failure.signal,
+            error=failure.error,
+            traceback=failure.traceback,
+            detect_s=failure.detect_s,
+        )
+        return failure
+
+    # -- watching ----------------------------------------------------------------------------------------------------
+
+    async def _watch(self, incarnation: Incarnation) -> ReplicaFailure:
+        """Return when a process of the incarnation has ended, or gets nowhere."""
+        recovery = incarnation.config.recovery
+        budgets = Budgets(
+            build_s=recovery.start_hang_timeout_s,
+            step_s=recovery.hang_timeout_s,
+            silence_s=recovery.silence_timeout_s,
+        )
+        readers = self._beacons(incarnation)
+        while True:
+            for rank, identity in enumerate(self._identities):
+                if not is_alive(*identity):
+                    return ReplicaFailure(
+                        cause="proc_exit", rank=rank, step=self._last_step(), error=_ENDED_UNSEEN
+                    )
+            now = time.monotonic()
+            for rank, reader in enumerate(readers):
+                sample = reader.read()
+                if sample is not None and (words := hang(sample, now, budgets)):
+                    return ReplicaFailure(cause="hang", rank=rank, step=sample.step, error=words)
+            await asyncio.sleep(_WATCH_S)
+
+    def _beacons(self, incarnation: Incarnation) -> list[BeaconReader]:
+        ranks = range(incarnation.config.orchestrator.procs_per_replica)
+        return [
+            BeaconReader(beacon_path(incarnation.run_dir, incarnation.slot, incarnation.number, rank))
+            for rank in ranks
+        ]
+
+    def _last_step(self) -> int:
+        if self._incarnation is None:
+            return 0
+        samples = [reader.read() for reader in self._beacons(self._incarnation)]
+        return max((sample.step for sample in samples if sample is not None), default=0)
+
+    def _silence(self, rank: int | None) -> float:
+        """Seconds since a rank, or the most silent of all, ran any code."""
+        if self._incarnation is None:
+            return 0.0
+        samples = [reader.read() for reader in self._beacons(self._incarnation)]
+        now = time.monotonic()
+        silences = [now - sample.alive_at for sample in samples if sample is not None]
+        if rank is not None and rank < len(samples) and samples[rank] is not None:
+            return now - samples[rank].alive_at  # type: ignore[union-attr]
+        return max(silences, default=0.0)
+
+    # -- ending ------------------------------------------------------------------------------------------------------
+
+    async def _end_processes(self) -> None:
+        """End every process of the last incarnation and see it gone: two must never hold one slot."""
+        mesh, self._mesh, self._trainers, self._processes = self._mesh, None, None, None
+        if mesh is not None:
+            # Stopping a mesh with a dead or stopped process can take long; the kill below does not wait for it.
+            self._in_background(_result(mesh.stop("replaced")))
+        identities, self._identities = self._identities, []
+        for pid, created in identities:
+            kill_process(pid, created)
+        deadline = time.monotonic() + 10
+        while any(is_alive(pid, created) for pid, created in identities):
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"processes of replica {self._slot} survive SIGKILL: {identities}")
+            await asyncio.sleep(0.02)
+
+    def _in_background(self, work: Awaitable[Any]) -> None:
+        async def finish() -> None:
+            try:
+                await asyncio.wait_for(work, 30)
+            except Exception as error:
+                logger.info("stopping a mesh: %s", _one_line(error))
+
+        task = asyncio.ensure_future(finish())
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    def _events(self, incarnation: Incarnation) -> EventWriter:
+        paths = SegmentPaths.of(incarnation.run_dir, self._slot)
+        return EventWriter(paths.events, SystemClock(), replica=self._slot, incarnation=incarnation.number)
+
+
+def is_alive(pid: int, created: float) -> bool:
+    """Whether that very process runs; a zombie does not, and neither does another one with its pid."""
+    try:
+        process = psutil.Process(pid)
+        return abs(process.create_time() - created) < 1.0 and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def kill_process(pid: int, created: float) -> None:
+    """SIGKILL for that very process, if it still runs."""
+    if is_alive(pid, created):
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return
+
+
+async def _result(future: Any) -> Any:
+    """Await one of Monarch's futures where asyncio wants a coroutine."""
+    return await future
+
+
+def _one_line(error: BaseException) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[-1].strip() if lines else ''}"
+
+
+def _free_port(host: str) -> int:
+    with socket.create_server((host, 0)) as server:
+        return int(server.getsockname()[1])

@@ -1,0 +1,138 @@
+"""The beacon of a rank: a few bytes of shared memory that tell, from outside, whether the rank gets anywhere.
+
+A process that holds the GIL or was stopped cannot answer a message, and no supervision reports it. So each rank
+maps a small file; its main thread writes where it is, a background thread writes that Python still runs, and
+the ReplicaActor reads both from another process. CLOCK_MONOTONIC is one clock for all processes of a host.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+
+_LAYOUT = struct.Struct("=qqdd")
+_ALIVE = struct.Struct("=d")
+_ALIVE_OFFSET = 24
+_PULSE_S = 0.25
+
+
+class Phase(IntEnum):
+    """What the main thread of a rank is doing; each phase has its own time budget."""
+
+    BUILD = 0
+    """Imports, model, data, and the first inner step (compilation)."""
+    STEP = 1
+    SYNC = 2
+    """The data phase of an outer sync: bounded by the timeouts of its operations."""
+    QUORUM = 3
+    """Waiting for peers: bounded by them, not by this rank."""
+    IDLE = 4
+    """Built and waiting for the release, or trained to the end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One reading of a beacon. Times are seconds of CLOCK_MONOTONIC."""
+
+    phase: Phase
+    step: int
+    progress_at: float
+    """When the main thread last moved on."""
+    alive_at: float
+    """When any Python code last ran."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budgets:
+    """Seconds that a rank may spend without moving on."""
+
+    build_s: float
+    step_s: float
+    silence_s: float
+    """Without running any Python code at all."""
+
+
+def hang(sample: Sample, now: float, budgets: Budgets) -> str | None:
+    """Why this rank counts as hung, in words; None while it does not."""
+    silent, stuck = now - sample.alive_at, now - sample.progress_at
+    if silent > budgets.silence_s:
+        return (
+            f"ran no Python code for {silent:.1f} s in phase {sample.phase.name.lower()} at step {sample.step} "
+            "(stopped, or something holds the GIL)"
+        )
+    budget = {Phase.BUILD: budgets.build_s, Phase.STEP: budgets.step_s, Phase.SYNC: budgets.step_s}.get(
+        sample.phase
+    )
+    if budget is not None and stuck > budget:
+        return f"did not move on for {stuck:.1f} s in phase {sample.phase.name.lower()} at step {sample.step}"
+    return None
+
+
+class Beacon:
+    """The writing side, in the rank itself. ``phase`` and ``step`` are the main thread's."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        now = time.monotonic()
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        try:
+            os.write(descriptor, _LAYOUT.pack(Phase.BUILD, 0, now, now))
+            self._memory = mmap.mmap(descriptor, _LAYOUT.size)
+        finally:
+            os.close(descriptor)
+        self._phase, self._step = Phase.BUILD, 0
+        self._stop = threading.Event()
+        self._pulse = threading.Thread(target=self._beat, name="beacon", daemon=True)
+        self._pulse.start()
+
+    def moved(self, phase: Phase, step: int | None = None) -> None:
+        """The main thread has moved on, to ``phase``."""
+        self._phase = phase
+        self._step = self._step if step is None else step
+        now = time.monotonic()
+        _LAYOUT.pack_into(self._memory, 0, phase, self._step, now, now)
+
+    @contextmanager
+    def during(self, phase: Phase) -> Iterator[None]:
+        """``phase`` inside, the phase before it again afterwards."""
+        before = self._phase
+        self.moved(phase)
+        try:
+            yield
+        finally:
+            self.moved(before)
+
+    def close(self) -> None:
+        self._stop.set()
+        self._pulse.join()
+        self._memory.close()
+
+    def _beat(self) -> None:
+        while not self._stop.wait(_PULSE_S):
+            _ALIVE.pack_into(self._memory, _ALIVE_OFFSET, time.monotonic())
+
+
+class BeaconReader:
+    """The reading side, in the ReplicaActor."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def read(self) -> Sample | None:
+        """The beacon's last reading; None while there is no beacon yet."""
+        try:
+            data = self._path.read_bytes()
+        except FileNotFoundError:
+            return None
+        if len(data) < _LAYOUT.size:
+            return None
+        phase, step, progress_at, alive_at = _LAYOUT.unpack(data[: _LAYOUT.size])
+        return Sample(phase=Phase(phase), step=step, progress_at=progress_at, alive_at=alive_at)

@@ -1,0 +1,53 @@
+"""The control group of a replica: how its ranks decide as one.
+
+A gloo group beside the one that FSDP uses. Its failure means that a rank of this replica is gone, which is the
+death of the replica: callers let the error end the process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+
+class ReplicaBroken(RuntimeError):
+    """The ranks of this replica cannot reach each other any more; the replica must restart as a whole."""
+
+
+class ControlGroup:
+    """Small exchanges between the ranks of one replica. Every rank calls each in the same order.
+
+    Every method raises :class:`ReplicaBroken` when a rank does not answer within the timeout.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        self.rank = dist.get_rank()
+        self.ranks = dist.get_world_size()
+
+    def gather(self, row: Sequence[int]) -> list[list[int]]:
+        """Every rank's row of int64, in rank order. All rows have the same length."""
+        mine = torch.tensor(row, dtype=torch.int64)
+        rows = [torch.empty_like(mine) for _ in range(self.ranks)]
+        with self._broken_if_it_fails():
+            dist.all_gather(rows, mine, group=self._group)
+        return [row.tolist() for row in rows]
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The elementwise sum over the ranks, as a new host tensor."""
+        total = tensor.clone()
+        with self._broken_if_it_fails():
+            dist.all_reduce(total, group=self._group)
+        return total
+
+    @contextmanager
+    def _broken_if_it_fails(self) -> Iterator[None]:
+        try:
+            yield
+        except (RuntimeError, ValueError) as error:
+            # torch raises ValueError for a group that was aborted.
+            raise ReplicaBroken(f"the control group of this replica failed: {error}") from error

@@ -1,0 +1,108 @@
+"""Faults on purpose, inside the process that they are meant for.
+
+A plan is checked at named points of the training loop. A fault is written to the log before it acts, so that what
+it kills cannot keep it secret, and so that a restarted incarnation knows that it has fired.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterable
+
+import torch.distributed as dist
+
+from elastic_train.config.faults import FaultSpec
+
+logger = logging.getLogger(__name__)
+
+
+class InjectedError(RuntimeError):
+    """Raised by a fault of kind ``exception``."""
+
+
+class FaultPlan:
+    """The faults meant for one rank; each fires once, at its first passage at or after its step."""
+
+    def __init__(
+        self,
+        specs: Iterable[FaultSpec],
+        *,
+        replica: int,
+        rank: int,
+        announce: Callable[[FaultSpec], None],
+        abort_groups: Callable[[], None],
+        supervisor_pid: int,
+    ) -> None:
+        """
+        Args:
+            specs: faults that have not fired yet in this run; those for other ranks are ignored.
+            announce: writes the fault to the log; called before it acts.
+            abort_groups: aborts every process group of this rank, as a failing collective library does.
+            supervisor_pid: process of the ReplicaActor, on the same host.
+        """
+        self._address = (replica, rank)
+        self._pending = [spec for spec in specs if (spec.replica, spec.rank) == self._address]
+        self._announce = announce
+        self._abort_groups = abort_groups
+        self._supervisor_pid = supervisor_pid
+        self._lock = threading.Lock()
+
+    def arm(self, spec: FaultSpec) -> None:
+        """Add a fault to a living process. Called from another thread."""
+        with self._lock:
+            self._pending.append(spec)
+
+    def passing(self, point: str, step: int) -> None:
+        """The main thread passes ``point`` at nominal step ``step``; whatever is due there acts now."""
+        with self._lock:
+            due = next((s for s in self._pending if s.point == point and s.step <= step), None)
+            if due is None:
+                return
+            self._pending.remove(due)
+        self._announce(due)
+        self._act(due)
+
+    def _act(self, spec: FaultSpec) -> None:
+        match spec.kind:
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            case "exit":
+                os._exit(3)
+            case "segfault":
+                ctypes.string_at(0)
+            case "exception":
+                raise InjectedError(f"injected by {spec}")
+            case "comms":
+                self._abort_groups()
+            case "hang":
+                # PyDLL, unlike CDLL, keeps the GIL while it calls: no other Python thread of this process runs.
+                ctypes.PyDLL(None).sleep(24 * 3600)
+            case "replica_actor":
+                os.kill(self._supervisor_pid, signal.SIGKILL)
+            case other:
+                raise ValueError(f"no way to inject a fault of kind {other!r} into a rank")
+
+
+def abort_all_groups() -> None:
+    """Abort the groups of FSDP and of the replica's control, after which their next operation fails."""
+    dist.distributed_c10d._abort_process_group()
+
+
+_installed: FaultPlan | None = None
+
+
+def install(plan: FaultPlan) -> None:
+    """Make ``plan`` the one that faults from outside are added to. A process has one rank, so it has one plan."""
+    global _installed
+    _installed = plan
+
+
+def installed() -> FaultPlan | None:
+    """The plan of the rank in this process; None before it is built."""
+    return _installed

@@ -1,0 +1,184 @@
+"""A replica's membership in the quorum: torchft's Manager, made explicitly and observed.
+
+torchft reads a dozen settings from the environment and keeps what a quorum decided to itself. Here every setting
+is an argument, and the last quorum is a value that can be logged.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torchft.checkpointing import CheckpointTransport
+from torchft.coordination import LighthouseClient
+from torchft.manager import REPLICA_ID_KEY, Manager
+from torchft.process_group import ProcessGroup, ProcessGroupGloo, ProcessGroupNCCL
+
+from elastic_train.config import DilocoConfig
+from elastic_train.device import Device
+from elastic_train.diloco.engine import FaultHook
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quorum:
+    """What the last quorum decided, as this rank saw it."""
+
+    quorum_id: int
+    participants: tuple[int, ...]
+    """Slots, in the order of the group's ranks."""
+    donor: int | None
+    """Slot whose same rank gives this rank its state, if this replica is behind."""
+    outdated: bool
+    """Whether this replica is behind and heals in this quorum."""
+
+
+def slot_of(replica_id: str) -> int:
+    """The slot in a torchft replica id (``replica_<slot>:<uuid>``)."""
+    return int(replica_id.split(":")[0].removeprefix("replica_"))
+
+
+class _QuorumRecorder:
+    """Stands before torchft's ManagerClient and keeps its last answer, which the Manager does not."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+        self.quorum: Quorum | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    def _quorum(self, **request: Any) -> Any:
+        answer = self._client._quorum(**request)
+        source = answer.recover_src_replica_rank
+        self.quorum = Quorum(
+            quorum_id=answer.quorum_id,
+            participants=tuple(slot_of(i) for i in answer.replica_ids),
+            donor=slot_of(answer.replica_ids[source]) if answer.heal and source is not None else None,
+            outdated=bool(answer.heal),
+        )
+        return answer
+
+
+class ReplicaManager(Manager):  # type: ignore[misc]
+    """torchft's Manager with the points of a sync at which a fault can be injected."""
+
+    def __init__(
+        self, *, hook: FaultHook, on_quorum: Callable[[Quorum], None], lighthouse: str, **settings: Any
+    ) -> None:
+        self._hook = hook
+        self._on_quorum = on_quorum
+        self._announced = False
+        super().__init__(lighthouse_addr=lighthouse, **settings)
+        self._client = self._recorder = _QuorumRecorder(self._client)
+
+    @property
+    def quorum(self) -> Quorum | None:
+        """The last quorum that this replica was a member of."""
+        return self._recorder.quorum
+
+    def start_quorum(self, *args: Any, **kwargs: Any) -> None:
+        self._announced = True
+        super().start_quorum(*args, **kwargs)
+
+    def wait_quorum(self) -> None:
+        # Called once by start_quorum, after the request was sent, and by every later operation.
+        first = self._announced
+        self._announced = False
+        if first:
+            self._hook("quorum")
+        super().wait_quorum()
+        if first and self.quorum is not None:
+            self._on_quorum(self.quorum)
+
+    def should_commit(self, timeout: timedelta | None = None) -> bool:
+        self._hook("vote")
+        passed = super().should_commit(timeout)
+        if passed:
+            self._hook("commit")
+        return passed
+
+
+def make_group(backend: str, device: Device, timeout_s: float) -> ProcessGroup:
+    """The reconfigurable group of one rank with its peers. ``backend``: auto, gloo or nccl.
+
+    Raises:
+        ValueError: nccl was asked for without an accelerator.
+    """
+    chosen = device.backend if backend == "auto" else backend
+    if chosen == "nccl" and device.kind == "cpu":
+        raise ValueError('diloco.backend = "nccl" needs an accelerator; use "gloo" or "auto"')
+    group = ProcessGroupNCCL if chosen == "nccl" else ProcessGroupGloo
+    return group(timeout=timedelta(seconds=timeout_s))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seat:
+    """Where a rank sits: its slot, its place in the replica, and the addresses it needs."""
+
+    slot: int
+    rank: int
+    ranks: int
+    lighthouse: str
+    host: str
+    """Name under which peers reach this replica's manager."""
+
+
+def make_manager(
+    seat: Seat,
+    *,
+    config: DilocoConfig,
+    min_replicas: int,
+    transfer_timeout_s: float,
+    store: dist.TCPStore,
+    group: ProcessGroup,
+    transport: CheckpointTransport[Any],
+    export_state: Callable[[], dict[str, object]],
+    load_state: Callable[[dict[str, object]], None],
+    first_step: int,
+    hook: FaultHook,
+    on_quorum: Callable[[Quorum], None],
+) -> ReplicaManager:
+    """Make this rank's Manager. From here on the replica heartbeats, and survivors may wait for it.
+
+    Args:
+        store: the replica's own store, new in every incarnation (rank 0 hosts it).
+        first_step: torchft's step counter; 0 makes the replica heal in its first quorum.
+    """
+    manager = ReplicaManager(
+        hook=hook,
+        on_quorum=on_quorum,
+        lighthouse=seat.lighthouse,
+        pg=group,
+        load_state_dict=load_state,
+        state_dict=export_state,
+        min_replica_size=min_replicas,
+        use_async_quorum=False,
+        timeout=timedelta(seconds=max(config.timeout_s, transfer_timeout_s)),
+        quorum_timeout=timedelta(seconds=config.quorum_timeout_s),
+        connect_timeout=timedelta(seconds=config.connect_timeout_s),
+        rank=seat.rank,
+        world_size=seat.ranks,
+        store_addr=store.host,
+        store_port=store.port,
+        replica_id=f"replica_{seat.slot}",
+        hostname=seat.host,
+        port=config.manager_port,
+        checkpoint_transport=transport,
+        init_sync=False,
+        quorum_retries=config.quorum_retries,
+    )
+    manager.load_state_dict({"step": first_step, "batches_committed": 0})
+    if seat.rank == 0:
+        # The Lighthouse forms a quorum of whoever has asked and is more than half of those that it has heard of.
+        # A heartbeat by hand makes sure that it has heard of this replica before anybody is released.
+        client = LighthouseClient(
+            seat.lighthouse, connect_timeout=timedelta(seconds=config.connect_timeout_s)
+        )
+        client.heartbeat(store.get(REPLICA_ID_KEY).decode(), timedelta(seconds=config.connect_timeout_s))
+    return manager

@@ -1,0 +1,61 @@
+"""What one rank of one incarnation knows about its place in the run. It travels to the rank's process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from elastic_train.config import RunConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Incarnation:
+    """One life of a replica."""
+
+    config: RunConfig
+    run_dir: Path
+    slot: int
+    number: int
+    """0 for the first life."""
+    joining: bool
+    """Whether it starts after the release of the cold start: then its state comes from a peer, or not at all."""
+    lighthouse: str
+    """Address, ``http://host:port``."""
+    host: str
+    """Name under which peers reach this replica's ranks."""
+    fired: frozenset[str]
+    """Faults that have already acted in this run, as the config writes them."""
+    environment: tuple[tuple[str, str], ...] = ()
+    """Variables that its processes are started with."""
+    supervisor_pid: int = 0
+    """Process of the ReplicaActor."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SegmentPaths:
+    """The files that the processes of one replica write on their own host, until the controller merges them."""
+
+    events: Path
+    metrics: Path
+
+    @classmethod
+    def of(cls, run_dir: Path, slot: int) -> SegmentPaths:
+        folder = run_dir / "segments"
+        return cls(
+            events=folder / f"replica_{slot}.events.jsonl", metrics=folder / f"replica_{slot}.metrics.jsonl"
+        )
+
+
+def beacon_path(run_dir: Path, slot: int, number: int, rank: int) -> Path:
+    """The beacon of one rank of one incarnation."""
+    return run_dir / "segments" / f"replica_{slot}.{number}.rank_{rank}.beacon"
+
+
+def supervisor_log_path(run_dir: Path, slot: int) -> Path:
+    """What the ReplicaActors of a slot print."""
+    return run_dir / "logs" / f"replica_{slot}" / "supervisor.log"
+
+
+def rank_log_path(run_dir: Path, slot: int, rank: int) -> Path:
+    """Everything that a rank prints, over all incarnations."""
+    return run_dir / "logs" / f"replica_{slot}" / f"rank_{rank}.log"

@@ -1,0 +1,134 @@
+"""The actors in a trainer process: one that trains, and one that answers while the other is busy.
+
+Messages to an actor wait for its running endpoint, so what must reach a training process goes to the second.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import psutil
+from monarch.actor import Actor, current_rank, endpoint
+
+from elastic_train.clock import SystemClock
+from elastic_train.config.environment import VARIABLES
+from elastic_train.config.faults import FaultSpec
+from elastic_train.events import EventWriter, LineFile
+from elastic_train.process_log import print_to
+from elastic_train.replica.rank import Incarnation, SegmentPaths, beacon_path, rank_log_path
+
+if TYPE_CHECKING:
+    from elastic_train.replica.trainer import ElasticTrainer
+
+logger = logging.getLogger(__name__)
+
+
+class TrainerActor(Actor):
+    """Owns one rank. What ends it is reported to the ReplicaActor before the exception leaves the process."""
+
+    def __init__(self, incarnation: Incarnation, supervisor: Any) -> None:
+        self._incarnation = incarnation
+        self._supervisor = supervisor
+        self._rank = current_rank().rank
+        self._trainer: ElasticTrainer | None = None
+
+    @endpoint
+    def build(self) -> None:
+        """Everything that needs no peer: imports, model, data, groups inside the replica."""
+        with self._reporting():
+            self._build()
+
+    @endpoint
+    def train(self) -> None:
+        """Train to the end of the run."""
+        with self._reporting():
+            assert self._trainer is not None, "build comes first"
+            self._trainer.run()
+
+    @endpoint
+    def save(self) -> None:
+        """Write the last state of the run."""
+        with self._reporting():
+            assert self._trainer is not None, "build comes first"
+            self._trainer.save(last=True)
+
+    @endpoint
+    def close(self) -> None:
+        """Leave the quorum and close what is open."""
+        if self._trainer is not None:
+            self._trainer.close()
+
+    def _build(self) -> None:
+        incarnation, rank = self._incarnation, self._rank
+        print_to(rank_log_path(incarnation.run_dir, incarnation.slot, rank))
+        for name in VARIABLES:
+            # torchft prefers them to its arguments; the controller has already put them into the config.
+            os.environ.pop(name, None)
+
+        from elastic_train.replica import faults
+        from elastic_train.replica.beacon import Beacon
+
+        paths = SegmentPaths.of(incarnation.run_dir, incarnation.slot)
+        events = EventWriter(
+            paths.events, SystemClock(), replica=incarnation.slot, incarnation=incarnation.number, rank=rank
+        )
+        beacon = Beacon(beacon_path(incarnation.run_dir, incarnation.slot, incarnation.number, rank))
+        plan = faults.FaultPlan(
+            (FaultSpec.parse(text) for text in incarnation.config.faults.at if text not in incarnation.fired),
+            replica=incarnation.slot,
+            rank=rank,
+            announce=lambda spec: events.emit(
+                "fault_injected", kind=spec.kind, point=spec.point, spec=str(spec)
+            ),
+            abort_groups=faults.abort_all_groups,
+            supervisor_pid=incarnation.supervisor_pid,
+        )
+        faults.install(plan)
+
+        from elastic_train.replica.trainer import ElasticTrainer
+
+        self._trainer = ElasticTrainer(
+            incarnation, events=events, metrics=LineFile(paths.metrics), beacon=beacon, faults=plan
+        )
+
+    @contextmanager
+    def _reporting(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            from elastic_train.replica.causes import of_exception
+
+            text = traceback.format_exc()
+            logger.error("this rank failed:\n%s", text)
+            try:
+                self._supervisor.report_training_error.call_one(
+                    self._incarnation.slot, self._rank, self._incarnation.number, of_exception(error), text
+                ).get(timeout=5)
+            except Exception:
+                logger.exception("the supervisor could not be told")
+            raise
+
+
+class ProcessActor(Actor):
+    """Answers for the process while its trainer is busy."""
+
+    @endpoint
+    def identity(self) -> tuple[int, float]:
+        """Pid, and when the process was made (unix seconds): together they name a process for good."""
+        return os.getpid(), psutil.Process().create_time()
+
+    @endpoint
+    def arm(self, spec: FaultSpec) -> bool:
+        """Let a fault happen at its next passage; False while there is nothing to pass yet."""
+        from elastic_train.replica import faults
+
+        plan = faults.installed()
+        if plan is None:
+            return False
+        plan.arm(spec)
+        return True

@@ -1,0 +1,377 @@
+import pytest
+
+from elastic_train.config import ConfigError, FaultSpec, Loaded, load_config
+from elastic_train.config.support import UNSUPPORTED
+from elastic_train.config.toml_text import value_text
+
+
+@pytest.fixture
+def load(tmp_path):
+    def load(flags: dict[str, str]) -> Loaded:
+        file = tmp_path / "run.toml"
+        file.write_text("")
+        return load_config(file, flags, {})
+
+    return load
+
+
+@pytest.fixture
+def refusal(load):
+    def refusal(flags: dict[str, str]) -> str:
+        with pytest.raises(ConfigError) as caught:
+            load(flags)
+        return str(caught.value)
+
+    return refusal
+
+
+CONTRADICTIONS = {
+    "tick and heartbeat": (
+        {"lighthouse.quorum_tick_ms": "5000"},
+        "lighthouse.quorum_tick_ms = 5000 must be shorter than lighthouse.heartbeat_timeout_ms = 5000: ",
+    ),
+    "heartbeat and join": (
+        {"lighthouse.heartbeat_timeout_ms": "600000"},
+        "lighthouse.heartbeat_timeout_ms = 600000 must be shorter than lighthouse.join_timeout_ms = 600000: ",
+    ),
+    "join and quorum": (
+        {"lighthouse.join_timeout_ms": "3600000"},
+        "lighthouse.join_timeout_ms = 3600000 must be shorter than diloco.quorum_timeout_s = 3600.0: ",
+    ),
+    "connect and quorum": (
+        {"diloco.connect_timeout_s": "3600"},
+        "diloco.connect_timeout_s = 3600.0 must be shorter than diloco.quorum_timeout_s = 3600.0: ",
+    ),
+    "operation and hang": (
+        {"diloco.timeout_s": "90"},
+        "diloco.timeout_s = 90.0 must be shorter than recovery.hang_timeout_s = 90.0: ",
+    ),
+    "hang and operations inside the replica": (
+        {"recovery.hang_timeout_s": "100"},
+        "recovery.hang_timeout_s = 100.0 must be shorter than comm.train_timeout_seconds = 100: ",
+    ),
+    "hang and join": (
+        {"lighthouse.join_timeout_ms": "90000"},
+        "recovery.hang_timeout_s = 90.0 must be shorter than lighthouse.join_timeout_ms = 90000: ",
+    ),
+    "silence and hang": (
+        {"recovery.silence_timeout_s": "90"},
+        "recovery.silence_timeout_s = 90.0 must be shorter than recovery.hang_timeout_s = 90.0: ",
+    ),
+    "heal and start": (
+        {"peer_ckpt.timeout_s": "600"},
+        "peer_ckpt.timeout_s = 600.0 must be shorter than recovery.start_hang_timeout_s = 600.0: ",
+    ),
+    "step and hang": (
+        {"debug.min_step_s": "90", "diloco.sync_every": "1"},
+        "debug.min_step_s = 90.0 must be shorter than recovery.hang_timeout_s = 90.0: ",
+    ),
+    "join and intervals": (
+        {"debug.min_step_s": "15"},
+        "lighthouse.join_timeout_ms = 600000 must be longer than two intervals, which take at least 600 s",
+    ),
+    "backoff": (
+        {"recovery.backoff_initial_s": "31"},
+        "recovery.backoff_initial_s = 31.0 is longer than recovery.backoff_max_s = 30.0",
+    ),
+    "fragments and layers": (
+        {"diloco.fragments": "10"},
+        'diloco.fragments = 10 is more than 6 layers of model.flavor = "debugmodel"',
+    ),
+    "fragments and interval": (
+        {"diloco.fragments": "3"},
+        "diloco.sync_every = 20 is not divisible by diloco.fragments = 3",
+    ),
+    "overlap and interval": (
+        {"diloco.overlap_steps": "10", "diloco.fragments": "2"},
+        "diloco.overlap_steps = 10 must be below diloco.sync_every / diloco.fragments = 10",
+    ),
+    "merge without overlap": (
+        {"diloco.merge_alpha": "0.5"},
+        "diloco.merge_alpha = 0.5 has no meaning with diloco.overlap_steps = 0",
+    ),
+    "nesterov without momentum": (
+        {"diloco.outer_momentum": "0"},
+        "diloco.outer_nesterov = true has no meaning with diloco.outer_momentum = 0.0",
+    ),
+    "minimum and replicas": (
+        {"lighthouse.min_replicas": "3"},
+        "lighthouse.min_replicas = 3 is more than orchestrator.replicas = 2",
+    ),
+    "readers and shards": (
+        {"orchestrator.replicas": "9", "orchestrator.procs_per_replica": "8"},
+        "training.dataloader.virtual_shards = 64 is too few: "
+        "9 replicas of 8 data-parallel ranks are 72 readers",
+    ),
+    "manager port": (
+        {"diloco.manager_port": "29512"},
+        "diloco.manager_port = 29512 can serve only one replica on this machine",
+    ),
+    "address": (
+        {"lighthouse.address": "head:29510"},
+        'lighthouse.address = "head:29510" is no address: write http://host:port',
+    ),
+    "address without a port": (
+        {"lighthouse.address": "http://head"},
+        'lighthouse.address = "http://head" is no address: write http://host:port',
+    ),
+    "address with a port that is none": (
+        {"lighthouse.address": "http://head:x"},
+        'lighthouse.address = "http://head:x" is no address: write http://host:port',
+    ),
+    "ranks and degrees": (
+        {"parallelism.data_parallel_shard_degree": "2", "parallelism.tensor_parallel_degree": "2"},
+        "orchestrator.procs_per_replica = 1 is not the product of the degrees, 4: "
+        "parallelism.data_parallel_shard_degree = 2 with parallelism.tensor_parallel_degree = 2",
+    ),
+    "ranks and the shard degree alone": (
+        {"parallelism.data_parallel_shard_degree": "2"},
+        "orchestrator.procs_per_replica = 1 is not the product of the degrees, 2",
+    ),
+    "ranks that are left": (
+        {"orchestrator.procs_per_replica": "3", "parallelism.tensor_parallel_degree": "2"},
+        "orchestrator.procs_per_replica = 3 is not divisible by parallelism.tensor_parallel_degree = 2",
+    ),
+    "shard degree": (
+        {"parallelism.data_parallel_shard_degree": "0"},
+        "parallelism.data_parallel_shard_degree = 0 must be at least 1, or -1",
+    ),
+    "tensor parallel and heads": (
+        {
+            "orchestrator.procs_per_replica": "3",
+            "parallelism.tensor_parallel_degree": "3",
+            "training.seq_len": "300",
+        },
+        'parallelism.tensor_parallel_degree = 3 does not divide 16 heads of model.flavor = "debugmodel"',
+    ),
+    "tensor parallel and key-value heads": (
+        {
+            "orchestrator.procs_per_replica": "16",
+            "parallelism.tensor_parallel_degree": "16",
+            "model.flavor": "8B",
+        },
+        'parallelism.tensor_parallel_degree = 16 does not divide 8 key-value heads of model.flavor = "8B"',
+    ),
+    "pipeline and layers": (
+        {"orchestrator.procs_per_replica": "8", "parallelism.pipeline_parallel_degree": "8"},
+        'parallelism.pipeline_parallel_degree = 8 is more than 6 layers of model.flavor = "debugmodel"',
+    ),
+    "pipeline and batch": (
+        {
+            "orchestrator.procs_per_replica": "2",
+            "parallelism.pipeline_parallel_degree": "2",
+            "parallelism.pipeline_parallel_microbatch_size": "3",
+        },
+        "training.local_batch_size = 8 is not divisible by parallelism.pipeline_parallel_microbatch_size = 3",
+    ),
+    "context parallel and sequence": (
+        {
+            "orchestrator.procs_per_replica": "2",
+            "parallelism.context_parallel_degree": "2",
+            "training.seq_len": "2046",
+        },
+        "training.seq_len = 2046 is not divisible by 4",
+    ),
+    "async tensor parallel": (
+        {"parallelism.enable_async_tensor_parallel": "true"},
+        "parallelism.enable_async_tensor_parallel = true needs compile.enable = true",
+    ),
+    "global batch": (
+        {"training.global_batch_size": "12"},
+        "training.global_batch_size = 12 must be -1 or a multiple of training.local_batch_size = 8 times 1",
+    ),
+    "no global batch": (
+        {"training.global_batch_size": "0"},
+        "training.global_batch_size = 0 must be -1 or a multiple",
+    ),
+    "selective checkpointing": (
+        {"activation_checkpoint.selective_ac_option": "layers"},
+        'activation_checkpoint.selective_ac_option = "layers" must be "op" or a number in quotes',
+    ),
+    "memory budget": (
+        {
+            "activation_checkpoint.mode": "memory_budget",
+            "compile.enable": "true",
+            "compile.components": '["loss"]',
+        },
+        'activation_checkpoint.mode = "memory_budget" needs compile.enable = true and "model"',
+    ),
+    "profiling cycle": (
+        {"profiling.enable_profiling": "true", "profiling.profile_freq": "3"},
+        "profiling.profile_freq = 3 must be at least profiling.profiler_warmup = 3 plus "
+        "profiling.profiler_active = 1",
+    ),
+    "validation steps": (
+        {"validation.enable": "true", "validation.steps": "0"},
+        "validation.steps = 0 must be at least 1, or -1",
+    ),
+    "validation batch": (
+        {"validation.enable": "true", "validation.local_batch_size": "4"},
+        "validation.local_batch_size = 4 differs from training.local_batch_size = 8",
+    ),
+    "validation sequence": (
+        {"validation.enable": "true", "validation.seq_len": "4"},
+        "validation.seq_len = 4 differs from training.seq_len = 2048",
+    ),
+    "fault form": (
+        {"faults.at": '["0.0:kill"]'},
+        'faults.at: "0.0:kill" is no fault: write replica.rank@step[/point]:kind',
+    ),
+    "fault replica": (
+        {"faults.at": '["2.0@5:kill"]'},
+        'faults.at: "2.0@5:kill" strikes replica 2, but orchestrator.replicas = 2; they count from 0',
+    ),
+    "fault rank": (
+        {"faults.at": '["0.1@5:kill"]'},
+        'faults.at: "0.1@5:kill" strikes rank 1, but orchestrator.procs_per_replica = 1; they count from 0',
+    ),
+    "fault after the end": (
+        {"faults.at": '["0.0@101:kill"]', "training.steps": "100"},
+        'faults.at: "0.0@101:kill" comes after the end of the run: training.steps = 100',
+    ),
+    "random fault kind": (
+        {"faults.kinds": '["kil"]'},
+        'faults.kinds: fault kind "kil" is unknown (did you mean "kill"?)',
+    ),
+    "random faults of no kind": (
+        {"faults.every_s": "60", "faults.kinds": "[]"},
+        "faults.every_s = 60.0 needs at least one kind in faults.kinds",
+    ),
+}
+
+
+@pytest.mark.parametrize(("flags", "said"), CONTRADICTIONS.values(), ids=CONTRADICTIONS.keys())
+def test_contradictions_are_refused_with_both_keys(refusal, flags, said):
+    message = refusal(flags)
+    assert said in message
+    assert message.startswith("--")
+    assert "; --" not in message
+
+
+POSSIBLE = [
+    {"diloco.fragments": "2", "diloco.overlap_steps": "9", "diloco.merge_alpha": "0.5"},
+    {"diloco.sync_every": "1"},
+    {"diloco.sync_every": "500", "training.steps": "100"},
+    {"diloco.outer_momentum": "0", "diloco.outer_nesterov": "false"},
+    {"orchestrator.replicas": "8", "orchestrator.procs_per_replica": "8"},
+    {"orchestrator.replicas": "1", "diloco.manager_port": "29512"},
+    {
+        "orchestrator.procs_per_replica": "16",
+        "parallelism.tensor_parallel_degree": "2",
+        "parallelism.pipeline_parallel_degree": "2",
+        "parallelism.context_parallel_degree": "2",
+        "parallelism.data_parallel_replicate_degree": "2",
+    },
+    {"training.global_batch_size": "32"},
+    {"compile.enable": "true", "activation_checkpoint.mode": "memory_budget"},
+    {"lighthouse.address": "http://[::1]:29510"},
+    {"validation.enable": "true", "validation.seq_len": "2048"},
+    {"profiling.profile_freq": "1"},
+    {"faults.at": '["1.0@100/reduce:stop"]', "training.steps": "100"},
+    {"lr_scheduler.warmup_steps": "200", "training.steps": "10"},
+]
+
+
+@pytest.mark.parametrize("flags", POSSIBLE, ids=" ".join)
+def test_what_goes_together_is_accepted(load, flags):
+    load(flags)
+
+
+# What switches each unsupported key on, and the key that it depends on.
+ON = {
+    "job.config_file": "other.toml",
+    "job.custom_config_module": "my.module",
+    "model.converters": '["quantize.linear.float8"]',
+    "model.print_after_conversion": "true",
+    "optimizer.early_step_in_backward": "true",
+    "training.dataloader.num_workers": "2",
+    "training.dataloader.persistent_workers": "true",
+    "training.dataloader.prefetch_factor": "2",
+    "validation.dataloader.num_workers": "2",
+    "validation.dataloader.persistent_workers": "true",
+    "validation.dataloader.prefetch_factor": "2",
+    "parallelism.disable_loss_parallel": "true",
+    "parallelism.context_parallel_rotate_method": "alltoall",
+    "parallelism.expert_parallel_degree": "2",
+    "checkpoint.enable_ft_dataloader_checkpoints": "false",
+    "checkpoint.initial_load_path": "/somewhere",
+    "checkpoint.initial_load_in_hf": "true",
+    "checkpoint.initial_load_in_hf_quantized": "true",
+    "checkpoint.load_step": "10",
+    "checkpoint.exclude_from_loading": '["optimizer"]',
+    "checkpoint.load_only": "true",
+    "checkpoint.create_seed_checkpoint": "true",
+    "checkpoint.last_save_in_hf": "true",
+    "checkpoint.enable_first_step_checkpoint": "true",
+    "activation_checkpoint.early_stop": "true",
+    "comm.mode": "fake_backend",
+    "memory_estimation.enable": "true",
+    "fault_tolerance.semi_sync_method": "local_sgd",
+    "fault_tolerance.should_quantize": "true",
+    "fault_tolerance.module_fqns_per_model_fragment": '[["layers.0"]]',
+    "experimental.custom_import": "my.module",
+    "experimental.custom_args_module": "my.module",
+    "debug.moe_force_load_balance": "true",
+}
+
+
+def test_the_table_above_is_complete():
+    assert ON.keys() == UNSUPPORTED.keys()
+
+
+def switched_on(key: str) -> dict[str, str]:
+    switch = UNSUPPORTED[key].switch
+    on = {switch: "true"} if switch else {}
+    if switch == "fault_tolerance.enable":
+        on["fault_tolerance.semi_sync_method"] = "diloco"
+    return on
+
+
+@pytest.mark.parametrize("key", ON)
+def test_what_cannot_be_honoured_is_refused_when_it_is_on(refusal, key):
+    message = refusal(switched_on(key) | {key: ON[key]})
+    row = UNSUPPORTED[key]
+    assert f"{key} = " in message
+    assert f"is not supported: {row.why}" in message
+    assert message.endswith("leave it out" if row.off is None else f"leave it at {value_text(row.off)}")
+
+
+@pytest.mark.parametrize("key", [key for key, row in UNSUPPORTED.items() if row.off is not None])
+def test_what_cannot_be_honoured_is_accepted_at_its_off_value(load, key):
+    off = UNSUPPORTED[key].off
+    load(switched_on(key) | {key: value_text(off)})
+
+
+@pytest.mark.parametrize("key", [key for key, row in UNSUPPORTED.items() if row.switch])
+def test_what_cannot_be_honoured_is_accepted_while_its_section_is_off(load, key):
+    load({key: ON[key]})
+
+
+def test_fault_tolerance_needs_to_say_diloco(refusal):
+    assert 'set it to "diloco"' in refusal({"fault_tolerance.enable": "true"})
+
+
+def test_saving_checkpoints_is_honoured(load):
+    config = load({"checkpoint.enable": "true", "checkpoint.interval": "40"}).config
+    assert config.checkpoint.enable
+
+
+def test_layer_counts_of_old_files_are_accepted_with_a_note(load):
+    (note,) = load({"activation_checkpoint.selective_ac_option": "2"}).notes
+    assert 'selective_ac_option = "2"' in note
+    assert (
+        load({"activation_checkpoint.selective_ac_option": "2", "activation_checkpoint.mode": "none"}).notes
+        == ()
+    )
+
+
+def test_float8_settings_without_a_converter_are_accepted_with_a_note(load):
+    (note,) = load({"quantize.linear.float8.enable_fsdp_float8_all_gather": "true"}).notes
+    assert "not in force" in note
+
+
+def test_shipped_kinds_are_accepted(load):
+    kinds = ["kill", "exit", "segfault", "exception", "comms", "hang", "stop", "replica_actor"]
+    faults = [f"0.0@5:{kind}" for kind in kinds]
+    config = load({"faults.at": value_text(faults), "faults.kinds": value_text(kinds)}).config
+    assert [FaultSpec.parse(text).kind for text in config.faults.at] == kinds

@@ -1,0 +1,257 @@
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elastic_train.replica import titan_fixes  # noqa: F401  # isort: skip  (must come before the rest of torchtitan)
+
+import datasets
+from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.components.tokenizer import BaseTokenizer
+
+from elastic_train.config.errors import EnvironmentProblem
+from elastic_train.replica.data import ElasticDataLoader, PositionTable, ShardPosition
+from elastic_train.replica.data_documents import Documents
+
+SHARDS = 8
+FIRST = ord("A")
+BOS, EOS = 0, 1
+
+
+class CharTokenizer(BaseTokenizer):  # type: ignore[misc]  # untyped
+    """A token for each character, between a first and a last one."""
+
+    def encode(self, text: str, add_bos: bool = False, add_eos: bool = False) -> list[int]:
+        return [BOS] * add_bos + [ord(char) for char in text] + [EOS] * add_eos
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return "".join(chr(token) for token in tokens)
+
+    def get_vocab_size(self) -> int:
+        return 0x110000
+
+
+@pytest.fixture
+def dataset(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The documents behind every loader of the test; each has a letter of its own, three times."""
+    texts = [chr(FIRST + number) * 3 for number in range(21)]
+
+    def open_documents(_: object, virtual_shards: int) -> Documents:
+        return Documents(datasets.Dataset.from_dict({"text": texts}), virtual_shards)
+
+    monkeypatch.setattr("elastic_train.replica.data.open_documents", open_documents)
+    return texts
+
+
+def make(
+    dp_rank: int = 0, dp_world_size: int = 1, seq_len: int = 5, batch: int = 2, **settings: Any
+) -> ElasticDataLoader:
+    settings = {"virtual_shards": SHARDS, **settings}
+    loader: ElasticDataLoader = ElasticDataLoader.Config(**settings).build(
+        dp_world_size=dp_world_size,
+        dp_rank=dp_rank,
+        tokenizer=CharTokenizer(),
+        seq_len=seq_len,
+        local_batch_size=batch,
+        snapshot_every_n_steps=None,
+    )
+    return loader
+
+
+def make_all(replicas: int, dp_world_size: int, **settings: Any) -> list[ElasticDataLoader]:
+    return [
+        make(dp_rank, dp_world_size, replica=replica, replicas=replicas, **settings)
+        for replica in range(replicas)
+        for dp_rank in range(dp_world_size)
+    ]
+
+
+def sync(loaders: list[ElasticDataLoader]) -> PositionTable:
+    """What a committed sync does to the positions."""
+    total = sum(loader.positions().delta(loader.committed) for loader in loaders)
+    assert isinstance(total, torch.Tensor)
+    table = loaders[0].committed.plus(total)
+    for loader in loaders:
+        loader.commit(table)
+    return table
+
+
+def tokens_of(batches: list[Any]) -> list[int]:
+    return [token for inputs, _ in batches for token in inputs["input"].flatten().tolist()]
+
+
+def equal(one: Any, other: Any) -> bool:
+    return one[0].keys() == other[0].keys() and all(
+        torch.equal(mine, yours)
+        for mine, yours in zip([*one[0].values(), one[1]], [*other[0].values(), other[1]], strict=True)
+    )
+
+
+def test_is_a_dataloader_of_torchtitan(dataset: list[str]) -> None:
+    loader = make(seq_len=4, batch=3)
+    inputs, labels = next(iter(loader))
+
+    assert isinstance(loader, BaseDataLoader)
+    assert inputs.keys() == {"input", "positions"}
+    assert inputs["input"][0].tolist() == [BOS, FIRST, FIRST, FIRST]
+    assert inputs["positions"][0].tolist() == [0, 1, 2, 3]
+    assert labels[0].tolist() == [FIRST, FIRST, FIRST, EOS]
+    assert {tensor.dtype for tensor in (*inputs.values(), labels)} == {torch.int64}
+    assert {tuple(tensor.shape) for tensor in (*inputs.values(), labels)} == {(3, 4)}
+
+
+@pytest.mark.parametrize(("replicas", "dp_world_size"), [(1, 1), (2, 1), (2, 2), (3, 1), (4, 2)])
+def test_all_readers_together_read_every_document_once(
+    dataset: list[str], replicas: int, dp_world_size: int
+) -> None:
+    loaders = make_all(replicas, dp_world_size, seq_len=1, infinite=False)
+    counts = Counter(token for loader in loaders for token in tokens_of(list(loader)))
+
+    assert counts == {BOS: len(dataset), **{ord(text[0]): 3 for text in dataset}}
+
+
+@pytest.mark.parametrize("steps", [0, 3, 7])
+def test_other_readers_go_on_from_the_committed_positions(dataset: list[str], steps: int) -> None:
+    few = make_all(2, 1, seq_len=1, infinite=False)
+    batches = [batch for loader in few for _, batch in zip(range(steps), loader, strict=False)]
+    table = sync(few)
+
+    many = make_all(3, 2, seq_len=1, infinite=False)
+    for loader in many:
+        loader.commit(table)
+        loader.restore(table)
+        batches += list(loader)
+
+    assert Counter(tokens_of(batches)) == {BOS: len(dataset), **{ord(text[0]): 3 for text in dataset}}
+
+
+def test_rows_come_from_the_shard_that_gave_the_fewest(dataset: list[str]) -> None:
+    loader = make(dp_rank=1, dp_world_size=2, batch=3)
+    batches = iter(loader)
+    samples = []
+    for _ in range(3):
+        next(batches)
+        samples.append([row[3] for row in loader.positions().to_list()])
+
+    assert samples == [
+        [0, 1, 0, 1, 0, 1, 0, 0],
+        [0, 2, 0, 2, 0, 1, 0, 1],
+        [0, 3, 0, 2, 0, 2, 0, 2],
+    ]
+
+
+def test_positions_of_others_are_those_of_the_last_commit(dataset: list[str]) -> None:
+    mine, other = make_all(2, 1)
+    next(iter(mine))
+    next(iter(other))
+    assert mine.committed == PositionTable.start(SHARDS)
+    assert mine.positions()[1] == ShardPosition()
+
+    table = sync([mine, other])
+
+    assert mine.committed == table
+    assert mine.positions() == other.positions() == table
+    assert [row[3] for row in table.to_list()] == [1, 1, 1, 1, 0, 0, 0, 0]
+
+
+def test_running_iterator_follows_a_restore(dataset: list[str]) -> None:
+    loader = make()
+    batches = iter(loader)
+    first = [next(batches) for _ in range(2)]
+    kept = loader.positions()
+    expected = [next(batches) for _ in range(20)]
+
+    loader.restore(kept)
+    again = [next(batches) for _ in range(20)]
+    assert all(map(equal, again, expected))
+
+    loader.restore(PositionTable.start(SHARDS))
+    assert all(map(equal, [next(batches) for _ in range(2)], first))
+    assert loader.positions() == kept
+
+
+def test_restore_of_the_present_positions_changes_nothing(dataset: list[str]) -> None:
+    one, other = make(), make()
+    batches, expected = iter(one), iter(other)
+    for _ in range(30):
+        assert equal(next(batches), next(expected))
+        one.restore(one.positions())
+
+
+def test_commit_moves_nothing(dataset: list[str]) -> None:
+    one, other = make(), make()
+    batches, expected = iter(one), iter(other)
+    for _ in range(5):
+        assert equal(next(batches), next(expected))
+        one.commit(PositionTable.start(SHARDS))
+
+
+def test_new_loader_goes_on_from_a_state(dataset: list[str]) -> None:
+    old = make()
+    batches = iter(old)
+    for _ in range(30):
+        next(batches)
+    new = make()
+    new.load_state_dict(old.state_dict())
+
+    assert new.committed == new.positions() == old.positions()
+    for batch, _ in zip(new, range(30), strict=False):
+        assert equal(batch, next(batches))
+
+
+def test_end_of_finite_data_may_leave_a_smaller_batch(dataset: list[str]) -> None:
+    loader = make(seq_len=4, batch=4, infinite=False)
+    sizes = [len(labels) for _, labels in loader]
+
+    assert sizes == [4, 4, 4, 4, 4, 1]
+    assert not list(loader)
+
+
+def test_shards_without_documents_are_passed_over(dataset: list[str]) -> None:
+    del dataset[3:]
+    loader = make(seq_len=4, batch=3)
+    inputs, _ = next(iter(loader))
+
+    assert inputs["input"][:, 1].tolist() == [FIRST, FIRST + 1, FIRST + 2]
+
+
+def test_reader_without_a_document_is_told_at_once(dataset: list[str]) -> None:
+    del dataset[3:]
+
+    with pytest.raises(EnvironmentProblem, match="of 3 documents in 8 virtual shards leaves reader 3 of 4"):
+        make(dp_rank=1, dp_world_size=2, replica=1, replicas=2)
+
+
+def test_documents_without_text_are_an_error_not_an_endless_search(
+    dataset: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CharTokenizer, "encode", lambda *_, **__: [])
+
+    with pytest.raises(EnvironmentProblem, match="nothing to read"):
+        next(iter(make()))
+
+
+def test_more_readers_than_shards() -> None:
+    with pytest.raises(
+        EnvironmentProblem, match=r"virtual_shards is 8, and 12 readers.*set it to 12 or more"
+    ):
+        make(dp_world_size=4, replicas=3)
+
+
+def test_table_of_another_dataset_is_refused(dataset: list[str]) -> None:
+    loader = make()
+
+    for take in (loader.commit, loader.restore):
+        with pytest.raises(ValueError, match="positions of 9 virtual shards"):
+            take(PositionTable.start(SHARDS + 1))
+
+
+def test_reads_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "huggingface")
+    (tmp_path / "a.txt").write_text("abc")
+    inputs, _ = next(iter(make(seq_len=4, batch=1, dataset=str(tmp_path / "a.txt"))))
+
+    assert inputs["input"].tolist() == [[BOS, *b"abc"]]
