@@ -92,9 +92,17 @@ def _run(config: Path, run_dir: Path | None, **flags: str | None) -> int:
     overrides = {key: text for key in keys() if (text := flags[key.replace(".", "__")]) is not None}
     loaded = load_config(config, overrides, os.environ)
 
+    from elastic_train.observe.live import LiveView
+    from elastic_train.observe.summary import summary_lines
     from elastic_train.orchestrator.run import run
 
-    return run(loaded.config, loaded.notes, run_dir, config.stem)
+    view = LiveView()
+    end = run(loaded.config, loaded.notes, name=config.stem, run_dir=run_dir, view=view)
+    for line in summary_lines(view.fold):
+        click.echo(line)
+    if end.status == "failed":
+        click.echo(f"{PROGRAM}: {end.cause}: {end.reason}", err=True)
+    return end.exit_code
 
 
 cli.add_command(
@@ -149,9 +157,7 @@ def inject(run_dir: Path, replica: int, rank: int, kind: str, point: str) -> int
 
 def _require_run(run_dir: Path) -> None:
     if not run_dir.is_dir():
-        raise click.UsageError(
-            f"{run_dir}: there is no such run folder; the newest one is <job.dump_folder>/latest"
-        )
+        raise click.UsageError(f"{run_dir}: there is no such run folder; the newest one is <job.dump_folder>/latest")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

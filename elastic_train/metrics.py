@@ -551,9 +551,7 @@ class RunFold:
         incarnation = record.get("incarnation", known)
         if incarnation > known:
             view = slot.view
-            slot.view = ReplicaView(
-                slot=view.slot, incarnation=incarnation, state=view.state, last_sync=view.last_sync
-            )
+            slot.view = ReplicaView(slot=view.slot, incarnation=incarnation, state=view.state, last_sync=view.last_sync)
             slot.retry_s = 0.0
             slot.trains = False
         return slot, incarnation >= known

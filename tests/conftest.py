@@ -69,9 +69,7 @@ def no_leftovers(request: pytest.FixtureRequest, session_surroundings: Path) -> 
 
 
 @pytest.fixture(autouse=True)
-def cache_dir(
-    no_leftovers: None, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
-) -> Path:
+def cache_dir(no_leftovers: None, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The user's cache folder as this test sees it: its own, and empty."""
     cache = tmp_path_factory.mktemp("cache")
     _put_caches_under(cache, monkeypatch)

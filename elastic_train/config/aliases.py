@@ -37,7 +37,7 @@ def resolve(layer: Layer, *, fault_tolerance: bool) -> tuple[Layer, list[str]]:
         if alias not in given:
             continue
         source = given.pop(alias)
-        if alias == _GROUP_SIZE and source.value == 0:
+        if alias == _GROUP_SIZE and source.value == 0 and source.value is not False:
             continue
         meant = Given(_converted(alias, source.value), source.name, source.where)
         ours = given.setdefault(key, meant)
@@ -49,13 +49,9 @@ def resolve(layer: Layer, *, fault_tolerance: bool) -> tuple[Layer, list[str]]:
         notes.append(f"{alias} = {value_text(source.value)} is taken as {key} = {value_text(meant.value)}")
     if fault_tolerance and _REPLICA_ID in given:
         identity = given.pop(_REPLICA_ID)
-        notes.append(
-            f"{_REPLICA_ID} = {value_text(identity.value)} is not used: the orchestrator numbers the replicas"
-        )
+        notes.append(f"{_REPLICA_ID} = {value_text(identity.value)} is not used: the orchestrator numbers the replicas")
     idle = [
-        key
-        for key, source in given.items()
-        if key.startswith("fault_tolerance.") and keys()[key].differs(source.value)
+        key for key, source in given.items() if key.startswith("fault_tolerance.") and keys()[key].differs(source.value)
     ]
     if idle and not fault_tolerance:
         notes.append(f"not in force without {SWITCH} = true: {', '.join(idle)}")
@@ -63,8 +59,7 @@ def resolve(layer: Layer, *, fault_tolerance: bool) -> tuple[Layer, list[str]]:
 
 
 def _converted(alias: str, value: object) -> object:
-    """Milliseconds become seconds. A value of the wrong type stays as it is, to be named when the config is
-    built."""
+    """Milliseconds become seconds; a value of the wrong type stays, to be refused with all the others."""
     if alias.endswith("_ms") and isinstance(value, int) and not isinstance(value, bool):
         return value / 1000
     return value

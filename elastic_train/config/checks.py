@@ -252,9 +252,7 @@ def _training(config: RunConfig) -> Iterator[Problem]:
     said = partial(_said, config)
     training, validation = config.training, config.validation
     batch = training.local_batch_size * config.data_parallel_degree
-    if training.global_batch_size != -1 and (
-        training.global_batch_size < 1 or training.global_batch_size % batch
-    ):
+    if training.global_batch_size != -1 and (training.global_batch_size < 1 or training.global_batch_size % batch):
         yield Problem(
             ("training.global_batch_size", "training.local_batch_size"),
             f"{said('training.global_batch_size')} must be -1 or a multiple of "
@@ -273,10 +271,7 @@ def _training(config: RunConfig) -> Iterator[Problem]:
             "compile.components",
         )
     profiling = config.profiling
-    if (
-        profiling.enable_profiling
-        and profiling.profile_freq < profiling.profiler_warmup + profiling.profiler_active
-    ):
+    if profiling.enable_profiling and profiling.profile_freq < profiling.profiler_warmup + profiling.profiler_active:
         yield Problem(
             ("profiling.profile_freq", "profiling.profiler_warmup", "profiling.profiler_active"),
             f"{said('profiling.profile_freq')} must be at least {said('profiling.profiler_warmup')} "

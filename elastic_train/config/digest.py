@@ -31,7 +31,6 @@ _AGREED: tuple[str, ...] = (
     "diloco.overlap_steps",
     "diloco.merge_alpha",
     "diloco.backend",
-    "diloco.bucket_mb",
     "peer_ckpt.transport",
 )
 _HEX_DIGITS = 16

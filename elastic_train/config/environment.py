@@ -33,7 +33,5 @@ def read_environment(environ: Mapping[str, str]) -> Layer:
         elif text.strip().isdecimal():
             layer.given[key] = Given(int(text), variable)
         else:
-            layer.problems.append(
-                f"{variable} in the environment wants a whole number, got {described(text)}"
-            )
+            layer.problems.append(f"{variable} in the environment wants a whole number, got {described(text)}")
     return layer

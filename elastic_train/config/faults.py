@@ -23,15 +23,12 @@ KINDS: tuple[str, ...] = (
 # Part of the grammar, so a file may name them one day; nothing injects them today.
 _NOT_YET: frozenset[str] = frozenset({"nan", "bitflip", "slow", "lighthouse", "host"})
 
-_FORM = re.compile(
-    r"(?P<replica>\d+)\.(?P<rank>\d+)@(?P<step>\d+)(?:/(?P<point>\w+))?:(?P<kind>\w+)", re.ASCII
-)
+_FORM = re.compile(r"(?P<replica>\d+)\.(?P<rank>\d+)@(?P<step>\d+)(?:/(?P<point>\w+))?:(?P<kind>\w+)", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FaultSpec:
-    """One fault: where it strikes and how. It fires at the first passage of `point` at or after inner step
-    `step`."""
+    """One fault. It fires at the first passage of its point at or after its inner step."""
 
     replica: int
     rank: int
@@ -44,14 +41,10 @@ class FaultSpec:
         """Reads `0.1@25:kill` or `1.0@40/reduce:stop`; anything else is a ConfigError that says why."""
         match = _FORM.fullmatch(text.strip())
         if match is None:
-            raise ConfigError(
-                f'"{text}" is no fault: write replica.rank@step[/point]:kind, as in 0.1@25:kill'
-            )
+            raise ConfigError(f'"{text}" is no fault: write replica.rank@step[/point]:kind, as in 0.1@25:kill')
         point = match["point"] or DEFAULT_POINT
         if point not in POINTS:
-            raise ConfigError(
-                f'fault "{text}" names no point{_hint(point, POINTS)}: use one of {", ".join(POINTS)}'
-            )
+            raise ConfigError(f'fault "{text}" names no point{_hint(point, POINTS)}: use one of {", ".join(POINTS)}')
         check_kind(match["kind"])
         return cls(
             replica=int(match["replica"]),

@@ -76,8 +76,7 @@ def read_file(path: Path) -> Layer:
 
 
 def read_flags(flags: Mapping[str, str]) -> Layer:
-    """The settings of the command line: key names, with `-` as good as `_`, and values as TOML or a bare
-    word."""
+    """The settings of the command line: `-` is as good as `_`, and a value is TOML or a bare word."""
     layer = Layer()
     for flag, text in flags.items():
         key = flag.replace("-", "_")

@@ -20,7 +20,7 @@ def lines_of_keys(text: str) -> dict[str, int]:
     """Dotted names of keys and tables, each with the number of the line on which it first stands."""
     lines: dict[str, int] = {}
     table, quotes, brackets = "", "", 0
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(text.split("\n"), start=1):
         if quotes:
             quotes = "" if quotes in line else quotes
         elif brackets:

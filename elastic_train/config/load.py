@@ -23,8 +23,7 @@ from elastic_train.config.toml_text import value_text
 _SYNC_EVERY = "diloco.sync_every"
 # Settings of a Lighthouse of our own.
 _OWN_LIGHTHOUSE = tuple(
-    f"lighthouse.{name}"
-    for name in ("host", "port", "join_timeout_ms", "heartbeat_timeout_ms", "quorum_tick_ms")
+    f"lighthouse.{name}" for name in ("host", "port", "join_timeout_ms", "heartbeat_timeout_ms", "quorum_tick_ms")
 )
 
 

@@ -132,9 +132,6 @@ class DilocoConfig:
     manager_port: Port = 0
     """Port of each replica's torchft manager; 0: any that is free."""
 
-    bucket_mb: Count = 0
-    """Size of the buckets in which tensors are reduced, in MiB; 0: one operation per tensor."""
-
     max_retries: Count = 10
     """Failed syncs in a row that a replica bears before it restarts."""
 

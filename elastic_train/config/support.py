@@ -45,9 +45,7 @@ UNSUPPORTED: dict[str, Unsupported] = {
             )
         ),
         Unsupported("parallelism.disable_loss_parallel", False, "torchtitan no longer has it"),
-        Unsupported(
-            "parallelism.context_parallel_rotate_method", "allgather", "torchtitan no longer has another"
-        ),
+        Unsupported("parallelism.context_parallel_rotate_method", "allgather", "torchtitan no longer has another"),
         Unsupported("parallelism.expert_parallel_degree", 1, _NO_EXPERTS),
         Unsupported(
             "checkpoint.enable_ft_dataloader_checkpoints",
@@ -125,9 +123,5 @@ def differences(config: RunConfig) -> Iterator[str]:
             'torchtitan no longer counts layers, so "op" holds; results are the same, memory differs'
         )
     float8 = config.quantize.linear.float8
-    if (
-        float8.enable_fsdp_float8_all_gather
-        or float8.precompute_float8_dynamic_scale_for_fsdp
-        or float8.recipe_name
-    ):
+    if float8.enable_fsdp_float8_all_gather or float8.precompute_float8_dynamic_scale_for_fsdp or float8.recipe_name:
         yield "quantize.linear.float8 is not in force: model.converters names no converter"

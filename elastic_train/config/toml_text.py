@@ -24,11 +24,7 @@ def value_text(value: Any) -> str:
         case list() | tuple():
             return f"[{', '.join(value_text(item) for item in value)}]"
         case Mapping():
-            return (
-                "{"
-                + ", ".join(f"{value_text(key)} = {value_text(item)}" for key, item in value.items())
-                + "}"
-            )
+            return "{" + ", ".join(f"{value_text(key)} = {value_text(item)}" for key, item in value.items()) + "}"
         case _:
             return str(value)
 

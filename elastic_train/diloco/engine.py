@@ -9,7 +9,10 @@ from dataclasses import dataclass
 import torch
 
 FaultHook = Callable[[str], None]
-"""Called with the name of a point of the sync (``quorum``, ``reduce``, ``vote``, ``commit``) when it is reached."""
+"""Called with the name of a point of the sync (quorum, reduce, vote, commit) when it is reached."""
+
+COLD_START_STEP = 1
+"""torchft's step counter at outer step 0. A joiner's starts at 0: it is always behind, and must heal."""
 
 
 class SyncFailed(RuntimeError):
@@ -28,7 +31,7 @@ class Sync:
     outer_step: int
     """Committed syncs so far, this one included."""
     progress: torch.Tensor
-    """int64 ``[virtual_shards, 4]``: what all participants read in this interval; meaningless if not committed."""
+    """int64 ``[virtual_shards, 4]``: what all read in this interval; meaningless if not committed."""
     wait_s: float
     """Seconds from the announcement to the quorum."""
     reduce_s: float

@@ -19,7 +19,7 @@ def split(model_parts: Sequence[nn.Module], fragments: int) -> list[nn.Module]:
     """
     if fragments == 1:
         return [nn.ModuleList(model_parts)]
-    layers = [layer for part in model_parts for layer in part.layers.values()]  # type: ignore[union-attr, operator]
+    layers = [layer for part in model_parts for layer in part.layers.values()]  # type: ignore[operator]
     if fragments > len(layers):
         raise ValueError(f"diloco.fragments = {fragments}, but the model has {len(layers)} layers")
     groups: list[list[nn.Module]] = [layers[f::fragments] for f in range(fragments)]

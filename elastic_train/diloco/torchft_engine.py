@@ -19,13 +19,17 @@ from torchft.local_sgd import DiLoCo
 from torchft.manager import Manager
 
 from elastic_train.config import DilocoConfig
-from elastic_train.diloco.engine import FaultHook, NoPeerState, OuterSync, Sync, SyncFailed
+from elastic_train.diloco.engine import (
+    COLD_START_STEP,
+    FaultHook,
+    NoPeerState,
+    OuterSync,
+    Sync,
+    SyncFailed,
+)
 from elastic_train.peer_ckpt.shards import export_optimizer, export_tensors, load_optimizer, load_tensors
 
 logger = logging.getLogger(__name__)
-
-COLD_START_STEP = 1
-"""torchft's step of outer step 0. A joiner's Manager starts at 0, so it is behind everybody, always, and must heal."""
 
 
 class _Fragments(DiLoCo):

@@ -94,9 +94,7 @@ class LiveView:
         for note in self._notes:
             self._line(f"note: {note}")
         if self.console.is_interactive:
-            self._live = Live(
-                console=self.console, get_renderable=self.render, refresh_per_second=_REFRESHES_PER_S
-            )
+            self._live = Live(console=self.console, get_renderable=self.render, refresh_per_second=_REFRESHES_PER_S)
             self._live.start()
 
     def _stop(self) -> None:

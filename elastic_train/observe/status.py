@@ -36,9 +36,7 @@ class Controller:
     alive: bool
 
 
-def show(
-    run_dir: Path, as_json: bool = False, *, console: Console | None = None, clock: Clock | None = None
-) -> None:
+def show(run_dir: Path, as_json: bool = False, *, console: Console | None = None, clock: Clock | None = None) -> None:
     """Prints how the run in `run_dir` stands: a table for people, or one JSON object.
 
     `run_dir` may also be a folder of runs, whose `latest` is taken then. Raises EnvironmentProblem where
@@ -116,8 +114,7 @@ def as_dict(fold: RunFold, controller: Controller | None) -> dict[str, Any]:
             "efficiency": fold.efficiency(),
             "quorum": None if fold.quorum is None else dataclasses.asdict(fold.quorum),
             "replicas": [
-                dataclasses.asdict(view) | {"seconds": fold.buckets(slot)}
-                for slot, view in fold.replicas.items()
+                dataclasses.asdict(view) | {"seconds": fold.buckets(slot)} for slot, view in fold.replicas.items()
             ],
             "recoveries": [
                 dataclasses.asdict(recovery) | {"phases": recovery.phases()} for recovery in fold.recoveries

@@ -43,9 +43,7 @@ def _outcome(fold: RunFold) -> list[str]:
     if efficiency is not None:
         spent = [fold.buckets(slot) for slot in fold.replicas]
         total = sum(sum(buckets.values()) for buckets in spent)
-        shares = {
-            name: sum(buckets[name] for buckets in spent) / total for name in BUCKETS if name != "train"
-        }
+        shares = {name: sum(buckets[name] for buckets in spent) / total for name in BUCKETS if name != "train"}
         rest = ", ".join(f"{name} {share:.1%}" for name, share in shares.items())
         lines.append(f"{efficiency:.1%} of the replicas' time went into training steps ({rest})")
     return lines
@@ -79,15 +77,11 @@ def _cost(recovery: Recovery, fold: RunFold) -> str:
     away_s = _away_until(recovery, fold) - recovery.t_origin
     everybody_s = fold.wall_s() * len(fold.replicas)
     share = away_s / everybody_s if everybody_s > 0 else 0.0
-    parts = [
-        f"replica {recovery.replica} away for {words.seconds(away_s)}, {share:.1%} of the replicas' time"
-    ]
+    parts = [f"replica {recovery.replica} away for {words.seconds(away_s)}, {share:.1%} of the replicas' time"]
     if recovery.outage_wait_s is not None:
         parts.append(f"others waited at most {words.seconds(recovery.outage_wait_s)} at a sync without it")
     if recovery.survivor_wait_s is not None:
-        parts.append(
-            f"others waited {words.seconds(recovery.survivor_wait_s)} at the sync in which it joined"
-        )
+        parts.append(f"others waited {words.seconds(recovery.survivor_wait_s)} at the sync in which it joined")
     if recovery.t_failed_again is not None:
         parts.append("it failed again on the way back")
     elif recovery.t_first_step is None:

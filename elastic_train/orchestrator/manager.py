@@ -8,15 +8,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from dataclasses import dataclass
 from typing import Any
 
 from elastic_train.config import ConfigError, EnvironmentProblem, digest
 from elastic_train.config.faults import FaultSpec
+from elastic_train.futures import result, within
 from elastic_train.lifecycle import ReplicaState, Trigger
 from elastic_train.lighthouse.actor import LighthouseActor
 from elastic_train.metrics import RunFold
 from elastic_train.orchestrator.control import ControlServer, Reply, Request
+from elastic_train.orchestrator.end import RunEnd
 from elastic_train.orchestrator.slot import ReplicaSlot, RunContext, SlotEnd
 
 logger = logging.getLogger(__name__)
@@ -25,23 +26,14 @@ _PUMP_S = 0.2
 _STOP_S = 10.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunEnd:
-    """How a run ended."""
-
-    status: str
-    """succeeded, failed or interrupted."""
-    cause: str | None = None
-    reason: str | None = None
-
-
 class OrchestrationManager:
     """Owns the Lighthouse and the slots of one run."""
 
-    def __init__(self, run: RunContext, name: str, fold: RunFold) -> None:
+    def __init__(self, run: RunContext, name: str) -> None:
         self._run = run
         self._name = name
-        self._fold = fold
+        self._fold = RunFold()
+        run.log.subscribe(self._fold.apply)
         slots = range(run.config.orchestrator.replicas)
         self._slots = [ReplicaSlot(slot, run, self._others_live) for slot in slots]
         self._lighthouse: Any = None
@@ -106,12 +98,10 @@ class OrchestrationManager:
                 task.cancel()
             await asyncio.gather(*slots, release, return_exceptions=True)
 
-    async def _follow(
-        self, slots: dict[asyncio.Future[SlotEnd], ReplicaSlot], release: asyncio.Future[Any]
-    ) -> RunEnd:
+    async def _follow(self, slots: dict[asyncio.Task[SlotEnd], ReplicaSlot], release: asyncio.Task[Any]) -> RunEnd:
         """Wait for the slots to end; once one has trained to the end, the others soon must."""
         loop = asyncio.get_running_loop()
-        running: set[asyncio.Future[Any]] = set(slots)
+        running: set[asyncio.Task[Any]] = set(slots)
         finish_by: float | None = None
         last: SlotEnd | None = None
         while running:
@@ -166,7 +156,7 @@ class OrchestrationManager:
             "lighthouse", LighthouseActor, settings, self._run.folder.lighthouse_log
         )
         try:
-            address = str(await _result(self._lighthouse.start.call_one()))
+            address = str(await result(self._lighthouse.start.call_one()))
         except Exception as error:
             raise EnvironmentProblem(
                 f"the Lighthouse cannot listen on {settings.host}:{settings.port}: "
@@ -185,8 +175,8 @@ class OrchestrationManager:
                 slot.apply(Trigger.STOP)
         await asyncio.gather(*(slot.shut_down() for slot in self._slots))
         if self._lighthouse is not None:
-            await _quietly(self._lighthouse.shut_down.call_one())
-            await _quietly(self._lighthouse_mesh.stop("the run ends"))
+            await within(_STOP_S, self._lighthouse.shut_down.call_one(), "the Lighthouse does not stop")
+            await within(_STOP_S, self._lighthouse_mesh.stop("the run ends"), "the Lighthouse's process does not end")
         await self._control.close()
 
     def _others_live(self, slot: int | None) -> int:
@@ -223,9 +213,7 @@ class OrchestrationManager:
 
     async def _inject(self, request: Request) -> Reply:
         try:
-            spec = FaultSpec.parse(
-                f"{request['replica']}.{request['rank']}@0/{request['point']}:{request['kind']}"
-            )
+            spec = FaultSpec.parse(f"{request['replica']}.{request['rank']}@0/{request['point']}:{request['kind']}")
         except ConfigError as error:
             return {"ok": False, "text": str(error)}
         ranks = self._run.config.orchestrator.procs_per_replica
@@ -242,15 +230,3 @@ class OrchestrationManager:
                 "text": f"replica {spec.replica} rank {spec.rank}: {spec.kind} at the next {spec.point}",
             }
         return {"ok": False, "text": f"replica {spec.replica} is {slot.state} and cannot take a fault now"}
-
-
-async def _result(future: Any) -> Any:
-    """Await one of Monarch's futures where asyncio wants a coroutine."""
-    return await future
-
-
-async def _quietly(future: Any) -> None:
-    try:
-        await asyncio.wait_for(_result(future), _STOP_S)
-    except Exception as error:
-        logger.warning("while shutting down: %s", error)

@@ -1,46 +1,44 @@
-"""One run from a config to an exit code: checks first, then the heavy imports, then the manager."""
+"""One run from a config to its end: checks first, then the heavy imports, then the manager."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import logging
 import os
 import secrets
 import signal
 import socket
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-from rich.console import Console
+from typing import Protocol
 
 from elastic_train.clock import SystemClock
 from elastic_train.config import EnvironmentProblem, RunConfig
-from elastic_train.events import EventLog, LineFile
-from elastic_train.observe.live import LiveView
-from elastic_train.observe.summary import summary_lines
+from elastic_train.events import EventLog, LineFile, Record
 from elastic_train.orchestrator import monarch_env, runfolder
+from elastic_train.orchestrator.end import RunEnd
 from elastic_train.process_log import stderr_to
 from elastic_train.replica.sources import check_dataset, check_tokenizer
 
-if TYPE_CHECKING:
-    from elastic_train.orchestrator.manager import RunEnd
 
-logger = logging.getLogger(__name__)
+class View(Protocol):
+    """Somebody who looks on. Nothing that it does can stop the run."""
 
-SUCCEEDED, FAILED, WRONG_CONFIG, INTERRUPTED = 0, 1, 2, 130
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def on_event(self, event: Record) -> None: ...
+
+    def on_metrics(self, record: Record) -> None: ...
 
 
-def run(config: RunConfig, notes: tuple[str, ...], run_dir: Path | None, name: str) -> int:
-    """Run a training from its start to its end.
+def run(config: RunConfig, notes: tuple[str, ...], *, name: str, run_dir: Path | None, view: View) -> RunEnd:
+    """Run a training from its start to its end. Nothing is left running afterwards.
 
     Args:
         notes: remarks about the config that a person should see.
-        run_dir: the run's folder; None makes one below ``job.dump_folder``.
         name: what to call the run.
-
-    Returns:
-        The exit code: 0 trained to the last step, 1 failed, 2 the config turned out to be wrong, 130 interrupted.
+        run_dir: the run's folder; None makes one below ``job.dump_folder``.
 
     Raises:
         EnvironmentProblem: this machine cannot run this config.
@@ -51,14 +49,15 @@ def run(config: RunConfig, notes: tuple[str, ...], run_dir: Path | None, name: s
     config = _with_seed(config)
     folder = runfolder.create(config, name, run_dir)
     monarch_env.configure()
-    with stderr_to(folder.controller_log):
-        end, view = asyncio.run(_run(config, notes, folder, name))
-    return _report(end, view)
+    view.start()
+    try:
+        with stderr_to(folder.controller_log):
+            return asyncio.run(_run(config, notes, folder, name, view))
+    finally:
+        view.stop()
 
 
-async def _run(
-    config: RunConfig, notes: tuple[str, ...], folder: runfolder.RunFolder, name: str
-) -> tuple[RunEnd, LiveView]:
+async def _run(config: RunConfig, notes: tuple[str, ...], folder: runfolder.RunFolder, name: str, view: View) -> RunEnd:
     # Monarch reads its environment when it is imported.
     from elastic_train.orchestrator.barrier import ColdStart
     from elastic_train.orchestrator.manager import OrchestrationManager
@@ -66,47 +65,27 @@ async def _run(
     from elastic_train.orchestrator.slot import RunContext
 
     clock = SystemClock()
-    log, metrics = EventLog(folder.events, clock), LineFile(folder.metrics)
+    log = EventLog(folder.events, clock)
+    log.subscribe(view.on_event)
     scheduler = make_scheduler(config.scheduler)
-    host = config.peer_ckpt.advertise_host or ("127.0.0.1" if scheduler.loopback else socket.gethostname())
     ranks = config.orchestrator.replicas * config.orchestrator.procs_per_replica
     environment = monarch_env.trainer_environment(ranks, os.cpu_count() or 1, loopback=scheduler.loopback)
+    context = RunContext(
+        config=config,
+        folder=folder,
+        log=log,
+        metrics=LineFile(folder.metrics),
+        clock=clock,
+        scheduler=scheduler,
+        barrier=ColdStart(config.orchestrator.replicas),
+        host=config.peer_ckpt.advertise_host or ("127.0.0.1" if scheduler.loopback else socket.gethostname()),
+        environment=tuple(environment.items()),
+        on_metrics=view.on_metrics,
+    )
     interrupted = _interruption()
-    with LiveView(notes=notes) as view:
-        log.subscribe(view.on_event)
-        context = RunContext(
-            config=config,
-            folder=folder,
-            log=log,
-            metrics=metrics,
-            clock=clock,
-            scheduler=scheduler,
-            barrier=ColdStart(config.orchestrator.replicas),
-            lighthouse="",
-            host=host,
-            environment=tuple(environment.items()),
-            on_metrics=view.on_metrics,
-        )
-        for note in notes:
-            log.emit("note", text=note)
-        end = await OrchestrationManager(context, name, view.fold).run(interrupted)
-    return end, view
-
-
-def _report(end: RunEnd, view: LiveView) -> int:
-    """Tell a person how the run went; the exit code."""
-    for line in summary_lines(view.fold):
-        view.console.print(line, highlight=False, markup=False, soft_wrap=True)
-    match end.status:
-        case "succeeded":
-            return SUCCEEDED
-        case "interrupted":
-            return INTERRUPTED
-        case _:
-            Console(stderr=True).print(
-                f"{end.cause}: {end.reason}", style="red", highlight=False, markup=False, soft_wrap=True
-            )
-            return WRONG_CONFIG if end.cause == "config_error" else FAILED
+    for note in notes:
+        log.emit("note", text=note)
+    return await OrchestrationManager(context, name).run(interrupted)
 
 
 def _interruption() -> asyncio.Event:
@@ -124,7 +103,7 @@ def _interruption() -> asyncio.Event:
 
 
 def _with_seed(config: RunConfig) -> RunConfig:
-    """Every replica starts from the same parameters, so they need the same seed; one is drawn if none is given."""
+    """All replicas start from the same parameters, so they need the same seed; without one, one is drawn."""
     if config.debug.seed is not None:
         return config
     return dataclasses.replace(config, debug=dataclasses.replace(config.debug, seed=secrets.randbelow(2**31)))

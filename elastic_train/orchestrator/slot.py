@@ -18,13 +18,15 @@ from elastic_train.clock import Clock
 from elastic_train.config import RunConfig
 from elastic_train.config.faults import FaultSpec
 from elastic_train.events import EventLog, LineFile, Record
+from elastic_train.futures import result, within
 from elastic_train.lifecycle import IllegalTransition, ReplicaLifecycle, ReplicaState, Trigger
 from elastic_train.orchestrator.barrier import ColdStart
 from elastic_train.orchestrator.policy import Failure, Reallocate, RestartInPlace, Retire, Stop, decide
 from elastic_train.orchestrator.runfolder import RunFolder
 from elastic_train.orchestrator.scheduler import Allocation, Scheduler
-from elastic_train.replica.actor import ProcessId, ReplicaActor, ReplicaFailure, SegmentPart
-from elastic_train.replica.causes import of_process
+from elastic_train.replica.actor import ReplicaActor, ReplicaFailure, SegmentPart
+from elastic_train.replica.process_end import of_process
+from elastic_train.replica.process_watch import ProcessId
 from elastic_train.replica.rank import Incarnation
 
 logger = logging.getLogger(__name__)
@@ -50,11 +52,13 @@ class RunContext:
     clock: Clock
     scheduler: Scheduler
     barrier: ColdStart
-    lighthouse: str
     host: str
+    """Name under which replicas reach each other."""
     environment: tuple[tuple[str, str], ...]
     on_metrics: Callable[[Record], None]
     """Called with every record of metrics.jsonl."""
+    lighthouse: str = ""
+    """The Lighthouse's address, once it is known."""
     fired: set[str] = field(default_factory=set)
     """Faults that have acted."""
     jitter: random.Random = field(default_factory=random.Random)
@@ -123,7 +127,7 @@ class ReplicaSlot:
                 return
             try:
                 part: SegmentPart = await asyncio.wait_for(
-                    _result(actor.read_segment.call_one(incarnation, self._offsets)), _ANSWER_S
+                    result(actor.read_segment.call_one(incarnation, self._offsets)), _ANSWER_S
                 )
             except Exception as error:
                 # A dead supervisor shows in the call that is pending on it; its successor reads on from here.
@@ -141,7 +145,7 @@ class ReplicaSlot:
         if self._actor is None:
             return False
         try:
-            return bool(await asyncio.wait_for(_result(self._actor.inject.call_one(spec)), _ANSWER_S))
+            return bool(await asyncio.wait_for(result(self._actor.inject.call_one(spec)), _ANSWER_S))
         except Exception:
             # A fault that ends the ReplicaActor itself leaves no answer.
             return spec.kind == "replica_actor"
@@ -149,7 +153,7 @@ class ReplicaSlot:
     async def save(self) -> bool:
         """Let the replica, which has trained to the end, write the last state of the run."""
         try:
-            failure = await _result(self._actor.save.call_one())
+            failure = await result(self._actor.save.call_one())
         except Exception as error:
             logger.warning("replica %d could not write the last state: %s", self.slot, error)
             return False
@@ -161,11 +165,10 @@ class ReplicaSlot:
         actor, self._actor = self._actor, None
         mesh, self._actor_mesh = self._actor_mesh, None
         if actor is not None:
-            await _within(_ANSWER_S, actor.shut_down.call_one(), f"replica {self.slot} does not shut down")
+            grace = self._run.config.recovery.stop_timeout_s
+            await within(grace + _ANSWER_S, actor.shut_down.call_one(grace), f"replica {self.slot} does not shut down")
         if mesh is not None:
-            await _within(
-                _ANSWER_S, mesh.stop("the run ends"), f"replica {self.slot}'s supervisor does not stop"
-            )
+            await within(_ANSWER_S, mesh.stop("the run ends"), f"replica {self.slot}'s supervisor does not stop")
         if self._allocation is not None:
             await self._run.scheduler.release(self._allocation)
             self._allocation = None
@@ -214,7 +217,7 @@ class ReplicaSlot:
         )
         try:
             actor = self._ensure_actor()
-            start = _result(actor.start.call_one(incarnation, self._processes, actor))
+            start = result(actor.start.call_one(incarnation, self._processes, actor))
             failure = await (start if incarnation.joining else self._unless_too_late(start))
             if failure is not None:
                 return failure
@@ -223,7 +226,7 @@ class ReplicaSlot:
             if not incarnation.joining:
                 await run.barrier.arrive(self.slot)
                 self.apply(Trigger.RELEASED)
-            return await _result(actor.train.call_one())
+            return await result(actor.train.call_one())
         except Exception as error:
             return self._supervisor_lost(error)
 
@@ -348,16 +351,3 @@ class ReplicaSlot:
         self._run.barrier.give_up(self.slot)
         await self.shut_down()
         return SlotEnd(state=self.state, cause=cause, reason=self._failures[-1].error)
-
-
-async def _result(future: Any) -> Any:
-    """Await one of Monarch's futures where asyncio wants a coroutine."""
-    return await future
-
-
-async def _within(seconds: float, future: Any, complaint: str) -> None:
-    """Wait for an ending at most so long: a lost host must not hold up the rest."""
-    try:
-        await asyncio.wait_for(_result(future), seconds)
-    except Exception as error:
-        logger.warning("%s: %s", complaint, error)

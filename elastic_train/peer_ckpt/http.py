@@ -25,12 +25,10 @@ class Transfer:
     duration_s: float
 
 
-class MeteredHTTPTransport(HTTPTransport):  # type: ignore[type-arg]
+class MeteredHTTPTransport(HTTPTransport):
     """torchft's HTTPTransport that says when it receives, how much, and under which name it can be reached."""
 
-    def __init__(
-        self, *, timeout_s: float, chunks: int, advertise_host: str, on_receive: Callable[[], None]
-    ) -> None:
+    def __init__(self, *, timeout_s: float, chunks: int, advertise_host: str, on_receive: Callable[[], None]) -> None:
         """
         Args:
             chunks: parts that are fetched in parallel; 0 sends the state in one piece.

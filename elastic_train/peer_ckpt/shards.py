@@ -93,9 +93,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, source: list[dict[str, Any]
                 state[key] = torch.zeros_like(parameter, dtype=value.dtype)
                 local(state[key]).copy_(value)
             else:
-                raise StateMismatch(
-                    f"optimizer state {key} has shape {tuple(value.shape)}, not {tuple(shape)}"
-                )
+                raise StateMismatch(f"optimizer state {key} has shape {tuple(value.shape)}, not {tuple(shape)}")
         if state:
             optimizer.state[parameter] = state
         else:
@@ -113,12 +111,17 @@ def tensor_bytes(state: object) -> int:
     return 0
 
 
+def raw_bytes(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a host tensor, without a copy if it is contiguous."""
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+
+
 def hash_tensors(tensors: Mapping[str, torch.Tensor]) -> int:
     """Signed 64-bit hash of the raw bytes of host tensors in the order of their names (xxh3)."""
     digest = xxhash.xxh3_64()
     for name in sorted(tensors):
         digest.update(name.encode())
-        digest.update(tensors[name].detach().reshape(-1).view(torch.uint8).numpy())
+        digest.update(raw_bytes(tensors[name]))
     return int.from_bytes(digest.digest(), "big", signed=True)
 
 

@@ -12,34 +12,35 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Awaitable
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 from monarch.actor import Actor, MeshFailure, concurrent_endpoint, default_bootstrap_cmd, this_host
 from monarch.spmd import setup_torch_elastic_env_async
 
 from elastic_train.clock import SystemClock
 from elastic_train.config.faults import FaultSpec
 from elastic_train.events import EventWriter, Record, read_records
+from elastic_train.futures import result, within
 from elastic_train.process_log import print_to
 from elastic_train.replica.beacon import BeaconReader, Budgets, hang
-from elastic_train.replica.causes import ProcessEnd, crashed_ranks, of_process
+from elastic_train.replica.process_end import ProcessEnd, crashed_ranks, of_process, of_status
+from elastic_train.replica.process_watch import ProcessId, ProcessWatch, is_alive, kill_process
 from elastic_train.replica.rank import Incarnation, SegmentPaths, beacon_path, supervisor_log_path
 from elastic_train.replica.trainer_actor import ProcessActor, TrainerActor
 
 logger = logging.getLogger(__name__)
 
 _WATCH_S = 0.1
+_GONE_S = 10.0
+"""How long the kernel may take to remove a process that was killed."""
 _SETTLE_S = 1.5
 """A rank that lost a peer says so before the peer's own death is known; the cause is worth a moment's wait."""
 
+_STOP_S = 30.0
 _ENDED_UNSEEN = "its process ended and nobody saw how"
-
-ProcessId = tuple[int, float]
-"""Pid and creation time (unix seconds)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +80,7 @@ class ReplicaActor(Actor):
         self._trainers: Any = None
         self._processes: Any = None
         self._identities: list[ProcessId] = []
+        self._watches: list[ProcessWatch] = []
         self._reports: list[ReplicaFailure] = []
         self._ends: dict[int, ProcessEnd] = {}
         self._reported = asyncio.Event()
@@ -90,14 +92,12 @@ class ReplicaActor(Actor):
         logger.info("supervision: %s", report)
         if end := of_process(report):
             for rank in crashed_ranks(report):
-                if rank < len(self._identities) and not is_alive(*self._identities[rank]):
+                if rank < len(self._watches) and self._watches[rank].ended:
                     self._ends[rank] = end
         return True
 
     @concurrent_endpoint
-    async def start(
-        self, incarnation: Incarnation, orphans: list[ProcessId], handle: Any
-    ) -> ReplicaFailure | None:
+    async def start(self, incarnation: Incarnation, orphans: list[ProcessId], handle: Any) -> ReplicaFailure | None:
         """Bring an incarnation up to where it waits for its release; replaces the one before, in place.
 
         Args:
@@ -110,15 +110,11 @@ class ReplicaActor(Actor):
             # The manager gave up waiting for the incarnation before; its start must not go on beside this one.
             self._starting.cancel()
             await asyncio.wait({self._starting})
-        self._starting = asyncio.ensure_future(
-            self._stop_and_restart(replace(incarnation, supervisor_pid=os.getpid()))
-        )
+        self._starting = asyncio.ensure_future(self._stop_and_restart(replace(incarnation, supervisor_pid=os.getpid())))
         try:
             return await self._starting
         except asyncio.CancelledError:
-            return ReplicaFailure(
-                cause="start_timeout", rank=None, step=0, error="replaced before it was ready"
-            )
+            return ReplicaFailure(cause="start_timeout", rank=None, step=0, error="replaced before it was ready")
 
     @concurrent_endpoint
     async def train(self) -> ReplicaFailure | None:
@@ -131,9 +127,7 @@ class ReplicaActor(Actor):
         return await self._on_all_ranks("save")
 
     @concurrent_endpoint
-    async def report_training_error(
-        self, slot: int, rank: int, incarnation: int, cause: str, traceback: str
-    ) -> None:
+    async def report_training_error(self, slot: int, rank: int, incarnation: int, cause: str, traceback: str) -> None:
         """A rank is about to end because of an exception."""
         current = self._incarnation
         if current is None or incarnation != current.number:
@@ -157,11 +151,9 @@ class ReplicaActor(Actor):
         if self._incarnation is None or self._processes is None:
             return False
         if spec.kind == "replica_actor":
-            self._events(self._incarnation).emit(
-                "fault_injected", kind=spec.kind, point=spec.point, spec=str(spec)
-            )
+            self._events(self._incarnation).emit("fault_injected", kind=spec.kind, point=spec.point, spec=str(spec))
             os.kill(os.getpid(), signal.SIGKILL)
-        return bool(await _result(self._processes.slice(gpus=spec.rank).arm.call_one(spec)))
+        return bool(await result(self._processes.slice(gpus=spec.rank).arm.call_one(spec)))
 
     @concurrent_endpoint
     async def read_segment(self, incarnation: Incarnation, offsets: tuple[int, int]) -> SegmentPart:
@@ -172,11 +164,11 @@ class ReplicaActor(Actor):
         return SegmentPart(events=events, metrics=metrics, offsets=(events_offset, metrics_offset))
 
     @concurrent_endpoint
-    async def shut_down(self) -> None:
-        """End this replica's processes: let them close, then make sure that they are gone."""
+    async def shut_down(self, stop_timeout_s: float) -> None:
+        """End this replica's processes: let them close for so long, then make sure that they are gone."""
         if self._trainers is not None:
-            close = asyncio.ensure_future(_result(self._trainers.close.call()))
-            await asyncio.wait({close}, timeout=2.0)
+            close = asyncio.ensure_future(result(self._trainers.close.call()))
+            await asyncio.wait({close}, timeout=stop_timeout_s)
             close.cancel()
         await self._end_processes()
 
@@ -192,8 +184,8 @@ class ReplicaActor(Actor):
             await self._spawn(incarnation)
         except Exception as error:
             logger.exception("the processes could not be started")
-            failure = ReplicaFailure(cause="proc_exit", rank=None, step=0, error=_one_line(error))
-            return self._detected(incarnation, failure)
+            lost = ReplicaFailure(cause="proc_exit", rank=None, step=0, error=_one_line(error))
+            return self._detected(incarnation, lost)
         failure = await self._on_all_ranks("build")
         if failure is None:
             self._events(incarnation).emit("replica_ready")
@@ -207,8 +199,9 @@ class ReplicaActor(Actor):
             bootstrap_command=default_bootstrap_cmd().with_env(dict(incarnation.environment)),
         )
         self._processes = self._mesh.spawn("process", ProcessActor)
-        answers = await _result(self._processes.identity.call())
+        answers = await result(self._processes.identity.call())
         self._identities = [identity for _, identity in answers.items()]
+        self._watches = [ProcessWatch(identity) for identity in self._identities]
         self._events(incarnation).emit(
             "procs_started",
             pids=[pid for pid, _ in self._identities],
@@ -224,9 +217,7 @@ class ReplicaActor(Actor):
         assert incarnation is not None
         ranks = range(incarnation.config.orchestrator.procs_per_replica)
         calls = {
-            asyncio.ensure_future(
-                _result(getattr(self._trainers.slice(gpus=rank), endpoint).call_one())
-            ): rank
+            asyncio.ensure_future(result(getattr(self._trainers.slice(gpus=rank), endpoint).call_one())): rank
             for rank in ranks
         }
         reported = asyncio.ensure_future(self._reported.wait())
@@ -245,12 +236,15 @@ class ReplicaActor(Actor):
             await asyncio.gather(*calls, reported, watch, return_exceptions=True)
 
     async def _find_cause(
-        self, calls: dict[asyncio.Future[Any], int], watch: asyncio.Future[ReplicaFailure]
+        self, calls: Mapping[asyncio.Task[Any], int], watch: asyncio.Task[ReplicaFailure]
     ) -> ReplicaFailure:
         """The failure that explains the others, as far as it shows within a moment."""
         deadline = time.monotonic() + _SETTLE_S
         while True:
             found = [(0 if report.cause != "comm_error" else 3, report) for report in self._reports]
+            for rank, process in enumerate(self._watches):
+                if (status := process.status()) is not None:
+                    self._ends[rank] = of_status(status)
             found += [(0, self._of_end(rank, end)) for rank, end in self._ends.items()]
             if watch.done():
                 found.append((1 if watch.result().error == _ENDED_UNSEEN else 0, watch.result()))
@@ -269,9 +263,7 @@ class ReplicaActor(Actor):
         )
 
     def _of_end(self, rank: int, end: ProcessEnd) -> ReplicaFailure:
-        return ReplicaFailure(
-            cause=end.cause, rank=rank, step=self._last_step(), error=end.error, signal=end.signal
-        )
+        return ReplicaFailure(cause=end.cause, rank=rank, step=self._last_step(), error=end.error, signal=end.signal)
 
     def _detected(self, incarnation: Incarnation, failure: ReplicaFailure) -> ReplicaFailure:
         """Write a failure to the log before anything is done about it."""
@@ -303,11 +295,9 @@ class ReplicaActor(Actor):
         )
         readers = self._beacons(incarnation)
         while True:
-            for rank, identity in enumerate(self._identities):
-                if not is_alive(*identity):
-                    return ReplicaFailure(
-                        cause="proc_exit", rank=rank, step=self._last_step(), error=_ENDED_UNSEEN
-                    )
+            for rank, process in enumerate(self._watches):
+                if process.ended:
+                    return ReplicaFailure(cause="proc_exit", rank=rank, step=self._last_step(), error=_ENDED_UNSEEN)
             now = time.monotonic()
             for rank, reader in enumerate(readers):
                 sample = reader.read()
@@ -318,8 +308,7 @@ class ReplicaActor(Actor):
     def _beacons(self, incarnation: Incarnation) -> list[BeaconReader]:
         ranks = range(incarnation.config.orchestrator.procs_per_replica)
         return [
-            BeaconReader(beacon_path(incarnation.run_dir, incarnation.slot, incarnation.number, rank))
-            for rank in ranks
+            BeaconReader(beacon_path(incarnation.run_dir, incarnation.slot, incarnation.number, rank)) for rank in ranks
         ]
 
     def _last_step(self) -> int:
@@ -346,53 +335,24 @@ class ReplicaActor(Actor):
         mesh, self._mesh, self._trainers, self._processes = self._mesh, None, None, None
         if mesh is not None:
             # Stopping a mesh with a dead or stopped process can take long; the kill below does not wait for it.
-            self._in_background(_result(mesh.stop("replaced")))
+            stop = asyncio.ensure_future(within(_STOP_S, mesh.stop("replaced"), "a mesh does not stop"))
+            self._background.add(stop)
+            stop.add_done_callback(self._background.discard)
         identities, self._identities = self._identities, []
-        for pid, created in identities:
-            kill_process(pid, created)
-        deadline = time.monotonic() + 10
-        while any(is_alive(pid, created) for pid, created in identities):
+        watches, self._watches = self._watches, []
+        for watch in watches:
+            watch.close()
+        for process in identities:
+            kill_process(process)
+        deadline = time.monotonic() + _GONE_S
+        while any(is_alive(process) for process in identities):
             if time.monotonic() > deadline:
                 raise RuntimeError(f"processes of replica {self._slot} survive SIGKILL: {identities}")
             await asyncio.sleep(0.02)
 
-    def _in_background(self, work: Awaitable[Any]) -> None:
-        async def finish() -> None:
-            try:
-                await asyncio.wait_for(work, 30)
-            except Exception as error:
-                logger.info("stopping a mesh: %s", _one_line(error))
-
-        task = asyncio.ensure_future(finish())
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
-
     def _events(self, incarnation: Incarnation) -> EventWriter:
         paths = SegmentPaths.of(incarnation.run_dir, self._slot)
         return EventWriter(paths.events, SystemClock(), replica=self._slot, incarnation=incarnation.number)
-
-
-def is_alive(pid: int, created: float) -> bool:
-    """Whether that very process runs; a zombie does not, and neither does another one with its pid."""
-    try:
-        process = psutil.Process(pid)
-        return abs(process.create_time() - created) < 1.0 and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def kill_process(pid: int, created: float) -> None:
-    """SIGKILL for that very process, if it still runs."""
-    if is_alive(pid, created):
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            return
-
-
-async def _result(future: Any) -> Any:
-    """Await one of Monarch's futures where asyncio wants a coroutine."""
-    return await future
 
 
 def _one_line(error: BaseException) -> str:

@@ -68,9 +68,7 @@ def hang(sample: Sample, now: float, budgets: Budgets) -> str | None:
             f"ran no Python code for {silent:.1f} s in phase {sample.phase.name.lower()} at step {sample.step} "
             "(stopped, or something holds the GIL)"
         )
-    budget = {Phase.BUILD: budgets.build_s, Phase.STEP: budgets.step_s, Phase.SYNC: budgets.step_s}.get(
-        sample.phase
-    )
+    budget = {Phase.BUILD: budgets.build_s, Phase.STEP: budgets.step_s, Phase.SYNC: budgets.step_s}.get(sample.phase)
     if budget is not None and stuck > budget:
         return f"did not move on for {stuck:.1f} s in phase {sample.phase.name.lower()} at step {sample.step}"
     return None

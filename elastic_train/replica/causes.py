@@ -1,10 +1,8 @@
-"""Why a replica failed: from an exception, or from what its supervisor says, to the causes of the event log."""
+"""Why a rank failed: from the exception that ends it to the causes of the event log."""
 
 from __future__ import annotations
 
 import re
-import signal
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -19,9 +17,6 @@ _COMM_WORDS = re.compile(
     re.IGNORECASE,
 )
 _DEVICE_WORDS = re.compile(r"cuda error|hip error|device-side assert|uncorrectable ecc", re.IGNORECASE)
-_KILLED = re.compile(r"Killed\(sig=(\d+)\)")
-_CRASHED = re.compile(r"crashed_ranks=\[([\d, ]*)\]")
-_EXITED = re.compile(r"exited with non-zero code (-?\d+)")
 
 
 def of_exception(error: BaseException) -> str:
@@ -42,36 +37,3 @@ def of_exception(error: BaseException) -> str:
     if type(error).__module__.split(".")[0] in ("datasets", "pyarrow", "huggingface_hub"):
         return "data_error"
     return "exception"
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProcessEnd:
-    """How a process ended, as its supervisor reported it."""
-
-    cause: str
-    """``signal`` or ``proc_exit``."""
-    signal: str | None = None
-    """Name of the signal, such as SIGKILL."""
-    error: str
-
-
-def crashed_ranks(report: str) -> list[int]:
-    """The ranks that a report of Monarch's supervision speaks of."""
-    found = _CRASHED.search(report)
-    return [int(rank) for rank in found[1].split(",") if rank.strip()] if found else []
-
-
-def of_process(report: str) -> ProcessEnd | None:
-    """How a process ended according to Monarch's supervision; None if the report speaks of no process's end."""
-    if killed := _KILLED.search(report):
-        number = int(killed[1])
-        try:
-            name = signal.Signals(number).name
-        except ValueError:
-            name = f"signal {number}"
-        return ProcessEnd(cause="signal", signal=name, error=f"killed by {name}")
-    if exited := _EXITED.search(report):
-        return ProcessEnd(cause="proc_exit", error=f"exited with code {exited[1]}")
-    if "process exited cleanly" in report:
-        return ProcessEnd(cause="proc_exit", error="exited with code 0 before it had trained to the end")
-    return None

@@ -21,7 +21,7 @@ from pathlib import Path
 import filelock
 import platformdirs
 
-from elastic_train.config.errors import EnvironmentProblem
+from elastic_train.config import EnvironmentProblem
 from elastic_train.replica.data_files import TEXT_COLUMN, cut
 
 logger = logging.getLogger(__name__)

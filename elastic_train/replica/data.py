@@ -17,7 +17,7 @@ import torch
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.tokenizer import BaseTokenizer
 
-from elastic_train.config.errors import EnvironmentProblem
+from elastic_train.config import EnvironmentProblem
 from elastic_train.replica.data_documents import DataError, open_documents
 from elastic_train.replica.data_position import PositionTable, ShardPosition
 from elastic_train.replica.data_stream import Sample, ShardStream
@@ -85,9 +85,7 @@ class ElasticDataLoader(BaseDataLoader):
         self._pin_memory = config.pin_memory and titan_fixes.DEVICE.pins_memory
         self._reader = f"reader {reader} of {readers}"
         self._owned = [
-            shard
-            for shard in range(reader, config.virtual_shards, readers)
-            if not self._documents.is_empty(shard)
+            shard for shard in range(reader, config.virtual_shards, readers) if not self._documents.is_empty(shard)
         ]
         if not self._owned:
             raise self._nothing_to_read()

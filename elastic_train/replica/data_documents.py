@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -17,7 +16,7 @@ from datasets.distributed import split_dataset_by_node
 from datasets.exceptions import DatasetNotFoundError
 from torchtitan.hf_datasets.text_datasets import DATASETS
 
-from elastic_train.config.errors import EnvironmentProblem
+from elastic_train.config import EnvironmentProblem
 from elastic_train.replica.corpus import ensure_corpus
 from elastic_train.replica.data_files import DOCUMENT_CHARS, TEXT_COLUMN, read_json, read_text
 from elastic_train.replica.sources import Source
@@ -70,11 +69,8 @@ class _StoredShard(Shard):
 class _StreamedShard(Shard):
     """A part of a dataset that is read while it is used. To reach a document, those before it are read."""
 
-    def __init__(
-        self, data: datasets.IterableDataset, text: Callable[[Record], str], index: int, step: int
-    ) -> None:
-        # Iterables derived from one another share their reading state, and shards are read in turns.
-        self._data = copy.deepcopy(data)
+    def __init__(self, data: datasets.IterableDataset, text: Callable[[Record], str], index: int, step: int) -> None:
+        self._data = data
         self._text = text
         self._index = index
         self._step = step

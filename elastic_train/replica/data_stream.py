@@ -124,9 +124,7 @@ class _Lengths(BaseTokenizer):
 class _Packing(HuggingFaceTextDataset):
     """torchtitan's packing over the documents of a shard."""
 
-    def __init__(
-        self, shard: Shard, tokenizer: _Lengths, seq_len: int, infinite: bool, start: ShardPosition
-    ) -> None:
+    def __init__(self, shard: Shard, tokenizer: _Lengths, seq_len: int, infinite: bool, start: ShardPosition) -> None:
         # Not torchtitan's constructor, which opens the dataset: a reader has many streams over one dataset.
         self.dataset_name = "virtual shard"
         self._shard = shard

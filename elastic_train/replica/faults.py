@@ -33,7 +33,7 @@ class FaultPlan:
         *,
         replica: int,
         rank: int,
-        announce: Callable[[FaultSpec], None],
+        announce: Callable[[FaultSpec], object],
         abort_groups: Callable[[], None],
         supervisor_pid: int,
     ) -> None:
@@ -94,15 +94,14 @@ def abort_all_groups() -> None:
     dist.distributed_c10d._abort_process_group()
 
 
-_installed: FaultPlan | None = None
+_installed: list[FaultPlan] = []
 
 
 def install(plan: FaultPlan) -> None:
     """Make ``plan`` the one that faults from outside are added to. A process has one rank, so it has one plan."""
-    global _installed
-    _installed = plan
+    _installed[:] = [plan]
 
 
 def installed() -> FaultPlan | None:
     """The plan of the rank in this process; None before it is built."""
-    return _installed
+    return _installed[0] if _installed else None

@@ -37,9 +37,7 @@ def model_spec(flavor: str) -> ModelSpec:
     elif flavor in llama3_configs:
         spec = model_registry(flavor)
     else:
-        raise ConfigError(
-            f"model.flavor: no Llama 3 flavor {flavor!r}; there are tiny, {', '.join(llama3_configs)}"
-        )
+        raise ConfigError(f"model.flavor: no Llama 3 flavor {flavor!r}; there are tiny, {', '.join(llama3_configs)}")
     if titan_fixes.DEVICE.kind == "cpu":
         for layer in spec.model.layers:
             layer.attention.inner_attention = ScaledDotProductAttention.Config()

@@ -20,7 +20,7 @@ from torchft.process_group import ProcessGroup, ProcessGroupGloo, ProcessGroupNC
 
 from elastic_train.config import DilocoConfig
 from elastic_train.device import Device
-from elastic_train.diloco.engine import FaultHook
+from elastic_train.diloco.engine import COLD_START_STEP, FaultHook
 
 logger = logging.getLogger(__name__)
 
@@ -34,13 +34,13 @@ class Quorum:
     """Slots, in the order of the group's ranks."""
     donor: int | None
     """Slot whose same rank gives this rank its state, if this replica is behind."""
-    outdated: bool
-    """Whether this replica is behind and heals in this quorum."""
+    outer_step: int
+    """The newest outer step that a member has."""
 
 
 def slot_of(replica_id: str) -> int:
     """The slot in a torchft replica id (``replica_<slot>:<uuid>``)."""
-    return int(replica_id.split(":")[0].removeprefix("replica_"))
+    return int(replica_id.partition(":")[0].removeprefix("replica_"))
 
 
 class _QuorumRecorder:
@@ -60,12 +60,12 @@ class _QuorumRecorder:
             quorum_id=answer.quorum_id,
             participants=tuple(slot_of(i) for i in answer.replica_ids),
             donor=slot_of(answer.replica_ids[source]) if answer.heal and source is not None else None,
-            outdated=bool(answer.heal),
+            outer_step=answer.max_step - COLD_START_STEP,
         )
         return answer
 
 
-class ReplicaManager(Manager):  # type: ignore[misc]
+class ReplicaManager(Manager):
     """torchft's Manager with the points of a sync at which a fault can be injected."""
 
     def __init__(
@@ -75,7 +75,8 @@ class ReplicaManager(Manager):  # type: ignore[misc]
         self._on_quorum = on_quorum
         self._announced = False
         super().__init__(lighthouse_addr=lighthouse, **settings)
-        self._client = self._recorder = _QuorumRecorder(self._client)
+        self._recorder = _QuorumRecorder(self._client)
+        self._client: Any = self._recorder
 
     @property
     def quorum(self) -> Quorum | None:
@@ -177,8 +178,6 @@ def make_manager(
     if seat.rank == 0:
         # The Lighthouse forms a quorum of whoever has asked and is more than half of those that it has heard of.
         # A heartbeat by hand makes sure that it has heard of this replica before anybody is released.
-        client = LighthouseClient(
-            seat.lighthouse, connect_timeout=timedelta(seconds=config.connect_timeout_s)
-        )
+        client = LighthouseClient(seat.lighthouse, connect_timeout=timedelta(seconds=config.connect_timeout_s))
         client.heartbeat(store.get(REPLICA_ID_KEY).decode(), timedelta(seconds=config.connect_timeout_s))
     return manager

@@ -41,9 +41,7 @@ class SegmentPaths:
     @classmethod
     def of(cls, run_dir: Path, slot: int) -> SegmentPaths:
         folder = run_dir / "segments"
-        return cls(
-            events=folder / f"replica_{slot}.events.jsonl", metrics=folder / f"replica_{slot}.metrics.jsonl"
-        )
+        return cls(events=folder / f"replica_{slot}.events.jsonl", metrics=folder / f"replica_{slot}.metrics.jsonl")
 
 
 def beacon_path(run_dir: Path, slot: int, number: int, rank: int) -> Path:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import xxhash
 
-from elastic_train.peer_ckpt.shards import export_optimizer, export_tensors, load_optimizer, load_tensors
+from elastic_train.peer_ckpt.shards import export_optimizer, export_tensors, load_optimizer, load_tensors, raw_bytes
 from elastic_train.replica.data import PositionTable
 from elastic_train.replica.lr import set_lr_step
 
@@ -71,7 +71,7 @@ def _hash(state: object) -> int:
 
 def _feed(digest: xxhash.xxh3_64, value: object) -> None:
     if isinstance(value, torch.Tensor):
-        digest.update(value.detach().reshape(-1).view(torch.uint8).numpy())
+        digest.update(raw_bytes(value))
     elif isinstance(value, Mapping):
         for key in sorted(value):
             digest.update(str(key).encode())

@@ -12,11 +12,11 @@ from torchtitan.components.metrics import BaseLogger, MetricsProcessor
 StepSink = Callable[[dict[str, Any]], None]
 
 
-class StepMetrics(MetricsProcessor):  # type: ignore[misc]
+class StepMetrics(MetricsProcessor):
     """Logs to console, TensorBoard and W&B as torchtitan does, below a folder of the replica."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(MetricsProcessor.Config):  # type: ignore[misc]
+    class Config(MetricsProcessor.Config):
         replica: int = 0
         """Slot, for ``tb/<time>/replica_<slot>``."""
 

@@ -108,6 +108,8 @@ def translate(config: RunConfig, *, slot: int, run_dir: Path) -> Trainer.Config:
         ),
         debug=DebugConfig(
             **_fields(config.debug, without=("min_step_s",)),
+            print_config=config.job.print_config,
+            save_config_file=config.job.save_config_file,
             # It would write one more file per rank; the event log has what matters.
             enable_structured_logging=False,
         ),
@@ -121,6 +123,7 @@ def _dataloader(
         dataset=dataset,
         dataset_path=path or None,
         virtual_shards=settings.virtual_shards,
+        pin_memory=settings.pin_memory,
         replica=replica,
         replicas=replicas,
         infinite=infinite,
@@ -157,7 +160,10 @@ def _activation_checkpoint(config: ActivationCheckpointConfig) -> Any:
         case "full":
             return FullAC.Config(**common)
         case "selective":
-            return SelectiveAC.Config(**common)
+            return SelectiveAC.Config(
+                force_recompute_mm_shapes_by_fqns=list(config.per_op_sac_force_recompute_mm_shapes_by_fqns),
+                **common,
+            )
         case "memory_budget":
             return MemoryBudgetAC.Config(
                 memory_budget=config.memory_budget,
@@ -169,9 +175,7 @@ def _activation_checkpoint(config: ActivationCheckpointConfig) -> Any:
 def _fields(section: Any, without: tuple[str, ...] = ()) -> dict[str, Any]:
     """A section's keys and values, for a torchtitan config that has the same names."""
     return {
-        field.name: getattr(section, field.name)
-        for field in dataclasses.fields(section)
-        if field.name not in without
+        field.name: getattr(section, field.name) for field in dataclasses.fields(section) if field.name not in without
     }
 
 

@@ -18,4 +18,4 @@ titan_utils.device_module = DEVICE.module
 
 if not hasattr(dist, "set_timeout"):
     # torchtitan 0.3.0 calls a function that torch has from 2.14 on; before, it had this private name.
-    dist.set_timeout = distributed_c10d._set_pg_timeout
+    dist.set_timeout = distributed_c10d._set_pg_timeout  # type: ignore[attr-defined]

@@ -17,13 +17,14 @@ from elastic_train.replica import titan_fixes  # isort: skip  (must come before 
 import torch
 import torch.distributed as dist
 from torchtitan.components.dataloader import DataloaderExhaustedError
+from torchtitan.components.metrics import _get_metrics_rank
 from torchtitan.distributed.utils import set_pg_timeouts
 from torchtitan.trainer import Trainer
 
-from elastic_train.diloco.engine import NoPeerState, OuterSync, Sync
+from elastic_train.diloco.engine import COLD_START_STEP, NoPeerState, OuterSync, Sync
 from elastic_train.diloco.fragments import split
 from elastic_train.diloco.schedule import OuterSchedule
-from elastic_train.diloco.torchft_engine import COLD_START_STEP, TorchftEngine
+from elastic_train.diloco.torchft_engine import TorchftEngine
 from elastic_train.events import EventWriter, LineFile
 from elastic_train.peer_ckpt.http import MeteredHTTPTransport
 from elastic_train.peer_ckpt.shards import combine_hashes, hash_tensors
@@ -45,7 +46,7 @@ class DataExhausted(RuntimeError):
     """The dataset ended before the run did."""
 
 
-class ElasticTrainer(Trainer):  # type: ignore[misc]
+class ElasticTrainer(Trainer):
     """A rank that trains, syncs with its peers, and gives or takes state.
 
     Building it does everything that needs no peer. ``run`` then trains to the end of the run.
@@ -74,11 +75,12 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]
         )
         self.control = ControlGroup(config.comm.init_timeout_seconds)
         self.rank = self.control.rank
-        self.metrics_processor.sink = lambda record: metrics.append(self._metrics_record(record))
+        if self.rank == _get_metrics_rank(
+            parallel_dims=self.parallel_dims, pp_schedule=config.parallelism.pipeline_parallel_schedule
+        ):
+            self.metrics_processor.sink = lambda record: metrics.append(self._metrics_record(record))
 
-        batch_rank = (
-            self.parallel_dims.get_mesh("batch").get_local_rank() if self.parallel_dims.dp_enabled else 0
-        )
+        batch_rank = self.parallel_dims.get_mesh("batch").get_local_rank() if self.parallel_dims.dp_enabled else 0
         batch_ranks = [row[0] for row in self.control.gather([batch_rank])]
         # Ranks that share a batch (tensor, context, pipeline parallel) read the same; one of them counts.
         self._reads_data = batch_ranks.index(batch_rank) == self.rank
@@ -126,9 +128,7 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]
         else:
             self.engine.enter()
             self.beacon.moved(Phase.BUILD)
-        with self.config.profiler.build(
-            global_step=self.step, base_folder=self.config.dump_folder
-        ) as profiler:
+        with self.config.profiler.build(global_step=self.step, base_folder=self.config.dump_folder) as profiler:
             batches = self.batch_generator(self.dataloader)
             while self.outer_step < self.schedule.outer_steps:
                 while self.step < self.schedule.start(self.outer_step + 1):
@@ -142,9 +142,7 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]
     def save(self, *, last: bool) -> None:
         """Write a checkpoint that torchtitan's tools read; all ranks of the replica call it together."""
         with self.beacon.during(Phase.SYNC):
-            path, duration_s = save_checkpoint(
-                self, self.run_config.checkpoint, self.incarnation.run_dir, last=last
-            )
+            path, duration_s = save_checkpoint(self, self.run_config.checkpoint, self.incarnation.run_dir, last=last)
         if self.rank == 0:
             self.events.emit(
                 "checkpoint_saved",
@@ -171,7 +169,7 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]
             self.train_step(batches)
         except DataloaderExhaustedError as error:
             raise DataExhausted(
-                f"the dataset ended at step {self.step} of {self.schedule.steps}: lower training.steps or give more data"
+                f"the dataset ended at step {self.step} of {self.schedule.steps}: lower training.steps or give more"
             ) from error
         tokens = (self.ntokens_seen - seen) * self._data_ranks
         self._tokens_trained += tokens
@@ -233,6 +231,7 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]
                     outer_step=outcome.outer_step,
                     attempt=self._failed_syncs,
                     cause=outcome.cause,
+                    duration_s=round(outcome.wait_s + outcome.reduce_s, 4),
                 )
         self._interval_tokens = 0
         self.beacon.moved(Phase.STEP, self.step)
@@ -330,9 +329,7 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]
     def _on_quorum(self, quorum: Quorum) -> None:
         self.beacon.moved(Phase.SYNC)
         if self.rank == 0 and quorum.quorum_id != self._last_quorum_id:
-            self.events.emit(
-                "quorum_changed", quorum_id=quorum.quorum_id, participants=sorted(quorum.participants)
-            )
+            self.events.emit("quorum_changed", quorum_id=quorum.quorum_id, participants=sorted(quorum.participants))
         self._last_quorum_id = quorum.quorum_id
 
     def _give_state(self) -> dict[str, object]:
@@ -352,20 +349,23 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]
     def _log_transfer(self) -> None:
         quorum = self.membership.quorum
         if self.rank == 0 and quorum is not None:
-            self.events.emit("donor_selected", donors=[quorum.donor], outer_step=None)
+            self.events.emit("donor_selected", donors=[quorum.donor], outer_step=quorum.outer_step)
             self.events.emit("heal_started")
 
     def _log_heal(self) -> None:
         quorum, transfer = self.membership.quorum, self._transport.received
-        assert quorum is not None and quorum.donor is not None
-        assert transfer is not None and self._received_hash is not None
+        assert quorum is not None
+        assert quorum.donor is not None
+        assert transfer is not None
+        assert self._received_hash is not None
         milliseconds = round(transfer.duration_s * 1000)
         rows = self.control.gather([quorum.donor, transfer.bytes, milliseconds, self._received_hash])
         if self.rank != 0:
             return
         self.events.emit(
             "heal_finished",
-            donors=[row[0] for row in rows],
+            donors=sorted({row[0] for row in rows}),
+            rank_donors=[row[0] for row in rows],
             outer_step=self.outer_step,
             bytes=sum(row[1] for row in rows),
             duration_s=max(row[2] for row in rows) / 1000,

@@ -20,6 +20,7 @@ from elastic_train.config.environment import VARIABLES
 from elastic_train.config.faults import FaultSpec
 from elastic_train.events import EventWriter, LineFile
 from elastic_train.process_log import print_to
+from elastic_train.replica.process_watch import ProcessId
 from elastic_train.replica.rank import Incarnation, SegmentPaths, beacon_path, rank_log_path
 
 if TYPE_CHECKING:
@@ -69,6 +70,8 @@ class TrainerActor(Actor):
         for name in VARIABLES:
             # torchft prefers them to its arguments; the controller has already put them into the config.
             os.environ.pop(name, None)
+        # With it torchft's DiLoCo reduces in buckets, which leave out any tensor that is larger than one.
+        os.environ.pop("TORCHFT_USE_BUCKETIZATION", None)
 
         from elastic_train.replica import faults
         from elastic_train.replica.beacon import Beacon
@@ -82,9 +85,7 @@ class TrainerActor(Actor):
             (FaultSpec.parse(text) for text in incarnation.config.faults.at if text not in incarnation.fired),
             replica=incarnation.slot,
             rank=rank,
-            announce=lambda spec: events.emit(
-                "fault_injected", kind=spec.kind, point=spec.point, spec=str(spec)
-            ),
+            announce=lambda spec: events.emit("fault_injected", kind=spec.kind, point=spec.point, spec=str(spec)),
             abort_groups=faults.abort_all_groups,
             supervisor_pid=incarnation.supervisor_pid,
         )
@@ -118,7 +119,7 @@ class ProcessActor(Actor):
     """Answers for the process while its trainer is busy."""
 
     @endpoint
-    def identity(self) -> tuple[int, float]:
+    def identity(self) -> ProcessId:
         """Pid, and when the process was made (unix seconds): together they name a process for good."""
         return os.getpid(), psutil.Process().create_time()
 

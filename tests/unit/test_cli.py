@@ -248,9 +248,7 @@ def test_inject_asks_the_run_and_prints_its_answer(call, tmp_path, monkeypatch, 
 
     stand_in(monkeypatch, "elastic_train.orchestrator.control", ask=ask)
     assert call("inject", tmp_path, "--replica", 1, "--rank", 0, "--kind", "stop") == (code, "said\n", "")
-    assert (
-        call("inject", tmp_path, "--replica", 1, "--rank", 0, "--kind", "kill", "--point", "vote")[0] == code
-    )
+    assert call("inject", tmp_path, "--replica", 1, "--rank", 0, "--kind", "kill", "--point", "vote")[0] == code
     wanted = {"op": "inject", "replica": 1, "rank": 0}
     assert asked == [
         (tmp_path, wanted | {"kind": "stop", "point": "step"}),

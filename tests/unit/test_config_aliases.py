@@ -42,9 +42,7 @@ def test_an_alias_is_taken_as_our_key_with_a_note(load, line, key, value):
     loaded = load(f"{ENABLED}{line}\n[diloco]\n{'' if key == 'diloco.sync_every' else 'sync_every = 20'}")
     assert value_of(loaded.config, key) == value
     alias, given = line.split(" = ")
-    assert any(
-        note.startswith(f"fault_tolerance.{alias} = {given} is taken as {key} = ") for note in loaded.notes
-    )
+    assert any(note.startswith(f"fault_tolerance.{alias} = {given} is taken as {key} = ") for note in loaded.notes)
     assert getattr(loaded.config.fault_tolerance, alias) is None
 
 
@@ -99,9 +97,7 @@ def test_a_missing_sync_steps_is_pointed_out(load):
 
 
 def test_what_is_not_in_force_is_accepted_with_a_note(load):
-    loaded = load(
-        "[fault_tolerance]\nsync_steps = 40\nsemi_sync_method = 'local_sgd'\nshould_quantize = true\n"
-    )
+    loaded = load("[fault_tolerance]\nsync_steps = 40\nsemi_sync_method = 'local_sgd'\nshould_quantize = true\n")
     assert loaded.config.diloco.sync_every == 20
     assert loaded.config.fault_tolerance.sync_steps == 40
     assert loaded.notes == (
@@ -113,6 +109,10 @@ def test_what_is_not_in_force_is_accepted_with_a_note(load):
 @pytest.mark.parametrize(
     ("line", "said"),
     [
+        (
+            "group_size = false",
+            "fault_tolerance.group_size wants an integer of at least 1, got false (boolean)",
+        ),
         ("sync_steps = 0", "fault_tolerance.sync_steps wants an integer of at least 1, got 0 (integer)"),
         ('sync_steps = "5"', 'fault_tolerance.sync_steps wants an integer of at least 1, got "5" (string)'),
         (

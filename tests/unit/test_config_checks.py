@@ -100,8 +100,7 @@ CONTRADICTIONS = {
     ),
     "readers and shards": (
         {"orchestrator.replicas": "9", "orchestrator.procs_per_replica": "8"},
-        "training.dataloader.virtual_shards = 64 is too few: "
-        "9 replicas of 8 data-parallel ranks are 72 readers",
+        "training.dataloader.virtual_shards = 64 is too few: 9 replicas of 8 data-parallel ranks are 72 readers",
     ),
     "manager port": (
         {"diloco.manager_port": "29512"},
@@ -198,8 +197,7 @@ CONTRADICTIONS = {
     ),
     "profiling cycle": (
         {"profiling.enable_profiling": "true", "profiling.profile_freq": "3"},
-        "profiling.profile_freq = 3 must be at least profiling.profiler_warmup = 3 plus "
-        "profiling.profiler_active = 1",
+        "profiling.profile_freq = 3 must be at least profiling.profiler_warmup = 3 plus profiling.profiler_active = 1",
     ),
     "validation steps": (
         {"validation.enable": "true", "validation.steps": "0"},
@@ -359,10 +357,7 @@ def test_saving_checkpoints_is_honoured(load):
 def test_layer_counts_of_old_files_are_accepted_with_a_note(load):
     (note,) = load({"activation_checkpoint.selective_ac_option": "2"}).notes
     assert 'selective_ac_option = "2"' in note
-    assert (
-        load({"activation_checkpoint.selective_ac_option": "2", "activation_checkpoint.mode": "none"}).notes
-        == ()
-    )
+    assert load({"activation_checkpoint.selective_ac_option": "2", "activation_checkpoint.mode": "none"}).notes == ()
 
 
 def test_float8_settings_without_a_converter_are_accepted_with_a_note(load):

@@ -39,9 +39,7 @@ def test_the_managers_port_is_read(load):
 def test_a_variable_holds_over_file_and_flags_as_in_torchft(load):
     loaded = load({"TORCHFT_TIMEOUT_SEC": "30"}, {"diloco.timeout_s": "40"})
     assert loaded.config.diloco.timeout_s == 30.0
-    assert loaded.notes == (
-        "TORCHFT_TIMEOUT_SEC in the environment sets diloco.timeout_s = 30 (the config has 40)",
-    )
+    assert loaded.notes == ("TORCHFT_TIMEOUT_SEC in the environment sets diloco.timeout_s = 30 (the config has 40)",)
 
 
 @pytest.mark.parametrize("text", ["", "ten", "1.5", "-3", "²"])
@@ -62,9 +60,7 @@ def test_a_value_out_of_bounds_is_named_as_the_variable(load):
 
 
 def test_a_variable_is_checked_against_the_other_keys(load):
-    with pytest.raises(
-        ConfigError, match=r"^TORCHFT_TIMEOUT_SEC: diloco.timeout_s = 500.0 must be shorter than"
-    ):
+    with pytest.raises(ConfigError, match=r"^TORCHFT_TIMEOUT_SEC: diloco.timeout_s = 500.0 must be shorter than"):
         load({"TORCHFT_TIMEOUT_SEC": "500"})
 
 

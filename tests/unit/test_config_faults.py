@@ -41,9 +41,7 @@ def test_what_is_no_fault(text):
 
 
 def test_an_unknown_point_names_the_nearest():
-    with pytest.raises(
-        ConfigError, match=r'names no point \(did you mean "reduce"\?\): use one of step, quorum'
-    ):
+    with pytest.raises(ConfigError, match=r'names no point \(did you mean "reduce"\?\): use one of step, quorum'):
         FaultSpec.parse("0.0@5/reduc:kill")
 
 

@@ -13,7 +13,7 @@ def file(tmp_path):
 
 
 def load(file: Path, text: str, **flags: str) -> Loaded:
-    file.write_text(text)
+    file.write_bytes(text.encode())
     return load_config(file, {name.replace("__", "."): value for name, value in flags.items()}, {})
 
 
@@ -111,9 +111,7 @@ def test_a_section_that_is_given_a_value(file):
 
 def test_a_key_that_is_given_a_table(file):
     message = refusal(file, "[diloco.sync_every]\nsteps = 5\n")
-    assert (
-        message == f'{file}:1: diloco.sync_every wants an integer of at least 1, got {{"steps" = 5}} (table)'
-    )
+    assert message == f'{file}:1: diloco.sync_every wants an integer of at least 1, got {{"steps" = 5}} (table)'
 
 
 @pytest.mark.parametrize(
@@ -190,9 +188,7 @@ def test_an_unknown_flag_names_the_nearest(file):
 
 
 def test_all_problems_are_said_at_once_in_the_order_of_the_file(file):
-    message = refusal(
-        file, "[trainnig]\n[training]\nsteps = 0\nseq_len = -1\n[diloco]\nfoo = 1\n", optimizer__lr="x"
-    )
+    message = refusal(file, "[trainnig]\n[training]\nsteps = 0\nseq_len = -1\n[diloco]\nfoo = 1\n", optimizer__lr="x")
     assert [part.split(": ", 1)[-1].split(" ")[0] for part in message.split("; ")] == [
         "[trainnig]",
         "diloco.foo",
@@ -209,15 +205,20 @@ def test_a_contradiction_is_placed_at_the_line_that_made_it(file):
 
 def test_a_contradiction_is_placed_at_the_flag_that_made_it(file):
     message = refusal(file, "", lighthouse__min_replicas="3")
-    assert (
-        message
-        == "--lighthouse.min_replicas: lighthouse.min_replicas = 3 is more than orchestrator.replicas = 2"
-    )
+    assert message == "--lighthouse.min_replicas: lighthouse.min_replicas = 3 is more than orchestrator.replicas = 2"
 
 
 def test_broken_toml_says_line_and_column(file):
     message = refusal(file, "[diloco]\nsync_every = = 5\n")
     assert message.startswith(f"{file}:2:14: this is no valid TOML: ")
+
+
+def test_lines_end_as_on_windows_too(file):
+    assert refusal(file, "[diloco]\r\nsync_step = 5\r\n").startswith(f"{file}:2: diloco.sync_step")
+
+
+def test_an_array_of_tables_is_no_section(file):
+    assert refusal(file, "[[diloco]]\nsync_every = 5\n") == f"{file}:1: diloco is a section, so write [diloco]"
 
 
 def test_toml_that_ends_early(file):
@@ -246,9 +247,7 @@ def test_a_file_that_is_no_text(file):
 
 def test_settings_of_our_own_lighthouse_are_idle_with_another(file):
     loaded = load(file, '[lighthouse]\naddress = "http://head:29510"\nport = 1\n')
-    assert loaded.notes == (
-        "not in force with lighthouse.address, as that Lighthouse has its own: lighthouse.port",
-    )
+    assert loaded.notes == ("not in force with lighthouse.address, as that Lighthouse has its own: lighthouse.port",)
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.toml")), ids=lambda path: path.name)

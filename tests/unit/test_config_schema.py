@@ -91,9 +91,7 @@ def test_a_config_travels_to_other_processes():
     assert pickle.loads(pickle.dumps(config)) == config
 
 
-@pytest.mark.parametrize(
-    "values", [{"sync_every": "20"}, {"sync_every": True}, {"sync_evry": 20}, {"outer_lr": "1"}]
-)
+@pytest.mark.parametrize("values", [{"sync_every": "20"}, {"sync_every": True}, {"sync_evry": 20}, {"outer_lr": "1"}])
 def test_sections_are_strict_when_built_in_python_too(values):
     with pytest.raises(ValidationError):
         DilocoConfig(**values)

@@ -57,9 +57,7 @@ def test_a_resolved_config_loads_back_equal(tmp_path):
         "lr_scheduler.decay_ratio": "0.5",
         "fault_tolerance.sync_steps": "40",
     }
-    loaded = load_config(
-        file, flags, {"TORCHFT_TIMEOUT_SEC": "30", "TORCHFT_LIGHTHOUSE": "http://head:29510"}
-    )
+    loaded = load_config(file, flags, {"TORCHFT_TIMEOUT_SEC": "30", "TORCHFT_LIGHTHOUSE": "http://head:29510"})
     assert loaded.config.diloco.sync_every == 40
     assert loaded.config.diloco.timeout_s == 30.0
     assert loaded.config.lighthouse.address == "http://head:29510"

@@ -10,7 +10,7 @@ from pathlib import Path
 import filelock
 import pytest
 
-from elastic_train.config.errors import EnvironmentProblem
+from elastic_train.config import EnvironmentProblem
 from elastic_train.replica import corpus
 from elastic_train.replica.corpus import CorpusPaths, ensure_corpus, tokenizer_folder
 
@@ -103,8 +103,7 @@ def test_every_process_builds_the_same(tmp_path: Path) -> None:
         assert process.returncode == 0
 
     contents = [
-        {path.relative_to(cache): path.read_bytes() for path in cache.rglob("*") if path.is_file()}
-        for cache in caches
+        {path.relative_to(cache): path.read_bytes() for path in cache.rglob("*") if path.is_file()} for cache in caches
     ]
     assert len(contents[0]) == 4
     assert contents[0] == contents[1]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_train.config.errors import EnvironmentProblem
+from elastic_train.config import EnvironmentProblem
 from elastic_train.replica.data_documents import DataError, Documents, open_documents
 from elastic_train.replica.sources import find_source
 
@@ -27,9 +27,7 @@ def open_at(path: Path | str, virtual_shards: int = 2, dataset_path: str = "") -
 
 
 def all_texts(documents: Documents, epoch: int = 0) -> list[str]:
-    return [
-        text for shard in range(documents.virtual_shards) for text in documents.shard(shard).texts(epoch, 0)
-    ]
+    return [text for shard in range(documents.virtual_shards) for text in documents.shard(shard).texts(epoch, 0)]
 
 
 def write_jsonl(path: Path, texts: list[str]) -> Path:
@@ -202,9 +200,7 @@ def test_streamed_shards_read_in_turns_share_the_dataset_out(tmp_path: Path, vir
         for index, shard in enumerate(shards):
             seen[index] += [text for text in [next(shard, None)] if text is not None]
 
-    assert sorted(text for texts in seen for text in texts) == sorted(
-        text for texts in files for text in texts
-    )
+    assert sorted(text for texts in seen for text in texts) == sorted(text for texts in files for text in texts)
     for index, texts in enumerate(seen):
         later = list(documents.shard(index).texts(3, 0))
         assert sorted(later) == sorted(texts)

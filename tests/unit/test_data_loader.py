@@ -12,7 +12,7 @@ import datasets
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.tokenizer import BaseTokenizer
 
-from elastic_train.config.errors import EnvironmentProblem
+from elastic_train.config import EnvironmentProblem
 from elastic_train.replica.data import ElasticDataLoader, PositionTable, ShardPosition
 from elastic_train.replica.data_documents import Documents
 
@@ -21,7 +21,7 @@ FIRST = ord("A")
 BOS, EOS = 0, 1
 
 
-class CharTokenizer(BaseTokenizer):  # type: ignore[misc]  # untyped
+class CharTokenizer(BaseTokenizer):
     """A token for each character, between a first and a last one."""
 
     def encode(self, text: str, add_bos: bool = False, add_eos: bool = False) -> list[int]:
@@ -104,9 +104,7 @@ def test_is_a_dataloader_of_torchtitan(dataset: list[str]) -> None:
 
 
 @pytest.mark.parametrize(("replicas", "dp_world_size"), [(1, 1), (2, 1), (2, 2), (3, 1), (4, 2)])
-def test_all_readers_together_read_every_document_once(
-    dataset: list[str], replicas: int, dp_world_size: int
-) -> None:
+def test_all_readers_together_read_every_document_once(dataset: list[str], replicas: int, dp_world_size: int) -> None:
     loaders = make_all(replicas, dp_world_size, seq_len=1, infinite=False)
     counts = Counter(token for loader in loaders for token in tokens_of(list(loader)))
 
@@ -210,6 +208,15 @@ def test_end_of_finite_data_may_leave_a_smaller_batch(dataset: list[str]) -> Non
     assert not list(loader)
 
 
+def test_finite_data_can_be_read_again_after_a_restore(dataset: list[str]) -> None:
+    loader = make(seq_len=1, infinite=False)
+    first = tokens_of(list(loader))
+
+    loader.restore(PositionTable.start(SHARDS))
+
+    assert tokens_of(list(loader)) == first
+
+
 def test_shards_without_documents_are_passed_over(dataset: list[str]) -> None:
     del dataset[3:]
     loader = make(seq_len=4, batch=3)
@@ -235,9 +242,7 @@ def test_documents_without_text_are_an_error_not_an_endless_search(
 
 
 def test_more_readers_than_shards() -> None:
-    with pytest.raises(
-        EnvironmentProblem, match=r"virtual_shards is 8, and 12 readers.*set it to 12 or more"
-    ):
+    with pytest.raises(EnvironmentProblem, match=r"virtual_shards is 8, and 12 readers.*set it to 12 or more"):
         make(dp_world_size=4, replicas=3)
 
 

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from elastic_train.config.errors import EnvironmentProblem
+from elastic_train.config import EnvironmentProblem
 from elastic_train.replica.sources import (
     TITAN_DATASETS,
     Source,
@@ -59,9 +59,7 @@ def test_what_needs_no_file_passes(name: str) -> None:
 
 
 def test_names_of_torchtitan_take_another_path(tmp_path: Path) -> None:
-    assert find_source("C4_Test", str(tmp_path)) == Source(
-        kind="torchtitan", name="c4_test", path=str(tmp_path)
-    )
+    assert find_source("C4_Test", str(tmp_path)) == Source(kind="torchtitan", name="c4_test", path=str(tmp_path))
     assert find_source("c4", "org/copy-of-c4").path == "org/copy-of-c4"
 
 

@@ -21,7 +21,7 @@ from elastic_train.replica.data_stream import Sample, ShardStream, _Lengths, _Pa
 BOS, EOS = 0, 1
 
 
-class CharTokenizer(BaseTokenizer):  # type: ignore[misc]  # untyped
+class CharTokenizer(BaseTokenizer):
     """A token for each character, between the tokens that a tokenizer may or may not have."""
 
     def __init__(self, has_bos: bool = True, has_eos: bool = True) -> None:
@@ -157,9 +157,7 @@ def test_endless_stream_over_nothing_ends(documents: list[str]) -> None:
     assert stream.draw() is None
 
 
-@pytest.mark.parametrize(
-    "start", [ShardPosition(0, 0, 99, 1), ShardPosition(0, 1, 9, 1), ShardPosition(0, 2, 1, 1)]
-)
+@pytest.mark.parametrize("start", [ShardPosition(0, 0, 99, 1), ShardPosition(0, 1, 9, 1), ShardPosition(0, 2, 1, 1)])
 def test_position_of_another_dataset_is_refused(start: ShardPosition) -> None:
     stream = ShardStream(ListShard(["abcdefgh", "abcdefgh"]), CharTokenizer(), seq_len=4, start=start)
 

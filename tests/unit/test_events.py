@@ -132,9 +132,7 @@ def test_a_file_that_cannot_be_written_is_an_error_at_the_start(tmp_path: Path, 
         EventWriter(tmp_path / "file" / "events.jsonl", clock)
 
 
-def test_a_full_disk_stops_nobody_and_is_said_once(
-    clock: ManualClock, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_full_disk_stops_nobody_and_is_said_once(clock: ManualClock, caplog: pytest.LogCaptureFixture) -> None:
     lines = LineFile(Path("/dev/full"))
     with caplog.at_level(logging.ERROR):
         lines.append({"a": 1})
@@ -198,9 +196,7 @@ def test_the_log_knows_the_vocabulary_too(path: Path, clock: ManualClock) -> Non
         EventLog(path, clock).emit("nonsense")
 
 
-def test_a_failing_subscriber_harms_nobody(
-    path: Path, clock: ManualClock, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_failing_subscriber_harms_nobody(path: Path, clock: ManualClock, caplog: pytest.LogCaptureFixture) -> None:
     log = EventLog(path, clock)
     told: list[str] = []
     log.subscribe(lambda event: event["no such field"])
@@ -218,9 +214,7 @@ def test_a_continued_log_goes_on_counting(path: Path, clock: ManualClock) -> Non
 
 def test_numbers_are_unique_and_in_order_over_threads(path: Path, clock: ManualClock) -> None:
     log = EventLog(path, clock)
-    threads = [
-        threading.Thread(target=lambda: [log.emit("note", text="x") for _ in range(100)]) for _ in range(4)
-    ]
+    threads = [threading.Thread(target=lambda: [log.emit("note", text="x") for _ in range(100)]) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:

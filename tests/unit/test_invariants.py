@@ -104,9 +104,7 @@ def test_a_hang_is_explained_by_a_text() -> None:
 def test_healing_twice_before_joining_is_one_too_many() -> None:
     heal = event(1.0, "heal_finished", 0, 1, donors=[1], outer_step=2)
     joined = event(2.0, "joined", 0, 1, outer_step=2, inner_step=40)
-    assert list(invariants.one_heal_per_join([heal, heal, joined])) == [
-        "replica 0 incarnation 1 joined after 2 heals"
-    ]
+    assert list(invariants.one_heal_per_join([heal, heal, joined])) == ["replica 0 incarnation 1 joined after 2 heals"]
 
 
 def test_a_restart_before_the_release_needs_no_peer() -> None:

@@ -30,9 +30,7 @@ def running(replica: int, after: float = 1.0, incarnation: int = 0) -> list[Reco
 
 
 def failed(after: float, replica: int, incarnation: int = 0, **fields: Any) -> Record:
-    return event(
-        after, "failure_detected", replica, incarnation, **{"cause": "signal", "signal": "SIGKILL"} | fields
-    )
+    return event(after, "failure_detected", replica, incarnation, **{"cause": "signal", "signal": "SIGKILL"} | fields)
 
 
 def told() -> RunFold:
@@ -221,9 +219,7 @@ def test_a_failure_that_two_watchers_report_is_one() -> None:
 
 
 def test_a_recovery_that_fails_is_closed_by_the_next() -> None:
-    fold = folded(
-        started(), running(0), failed(5.0, 0), failed(8.0, 0, 1, cause="hang", signal=None, error="no step")
-    )
+    fold = folded(started(), running(0), failed(5.0, 0), failed(8.0, 0, 1, cause="hang", signal=None, error="no step"))
     first, second = fold.recoveries
     assert (first.incarnation, first.t_failed_again, first.recovered_s) == (1, START + 8.0, None)
     assert (second.incarnation, second.detail, second.t_failed_again) == (2, "no step", None)

@@ -23,9 +23,7 @@ RECOVERY = RecoveryConfig()
 ESCALATION = (RestartInPlace, Reallocate, Retire, Stop)
 
 
-def failure(
-    cause: str = "signal", *, step: int = 25, error: str = "SIGKILL", healthy_s: float = 0.0
-) -> Failure:
+def failure(cause: str = "signal", *, step: int = 25, error: str = "SIGKILL", healthy_s: float = 0.0) -> Failure:
     return Failure(slot=0, incarnation=0, cause=cause, step=step, error=error, t=0.0, healthy_s=healthy_s)
 
 
@@ -184,8 +182,7 @@ def test_without_health_escalation_only_rises(
 ) -> None:
     row = [dataclasses.replace(each, cause=cause) for each in different(count)]
     decisions = [
-        verdict(row[n], row[:n], live=live, min_replicas=least, recovery=recovery, jitter=jitter)
-        for n in range(count)
+        verdict(row[n], row[:n], live=live, min_replicas=least, recovery=recovery, jitter=jitter) for n in range(count)
     ]
     levels = [ESCALATION.index(type(decision)) for decision in decisions]
     assert levels == sorted(levels)

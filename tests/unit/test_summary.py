@@ -72,10 +72,7 @@ def test_a_failure_on_the_way_back_is_told() -> None:
         event(8.0, "run_finished", status="succeeded"),
     ]
     lines = summary_lines(folded(log))
-    assert (
-        "    cost: replica 0 away for 1.00 s, 12.5% of the replicas' time; it failed again on the way back"
-        in lines
-    )
+    assert "    cost: replica 0 away for 1.00 s, 12.5% of the replicas' time; it failed again on the way back" in lines
     assert "    cost: replica 0 away for 4.00 s, 50.0% of the replicas' time" in lines
 
 

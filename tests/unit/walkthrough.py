@@ -13,18 +13,14 @@ from elastic_train.events import LineFile, Record
 START = 1000.0
 
 
-def event(
-    after: float, name: str, replica: int | None = None, incarnation: int = 0, /, **fields: Any
-) -> Record:
+def event(after: float, name: str, replica: int | None = None, incarnation: int = 0, /, **fields: Any) -> Record:
     """An event, `after` seconds from the start of the run."""
     where = {} if replica is None else {"replica": replica, "incarnation": incarnation}
     return {"t": START + after, "event": name, **where, **fields}
 
 
 def states(after: float, replica: int, incarnation: int, *path: str) -> list[Record]:
-    return [
-        event(after, "replica_state", replica, incarnation, **{"from": a, "to": b}) for a, b in pairwise(path)
-    ]
+    return [event(after, "replica_state", replica, incarnation, **{"from": a, "to": b}) for a, b in pairwise(path)]
 
 
 def sync(
@@ -89,9 +85,7 @@ def events() -> list[Record]:
     log += [sync(7.0, r, 1, everybody, 0.2) for r in everybody]
 
     log.append(event(8.0, "fault_injected", 0, rank=0, kind="kill", point="step", spec="0.0@25:kill"))
-    log.append(
-        event(8.2, "failure_detected", 0, cause="signal", signal="SIGKILL", detect_s=0.2, rank=0, step=25)
-    )
+    log.append(event(8.2, "failure_detected", 0, cause="signal", signal="SIGKILL", detect_s=0.2, rank=0, step=25))
     log += states(8.2, 0, 0, "RUNNING", "BACKOFF")
     log.append(event(8.2, "restart_scheduled", 0, 1, level="restart_in_place", delay_s=0.0))
     log += states(8.3, 0, 1, "BACKOFF", "STARTING")
