@@ -17,7 +17,8 @@ from elastic_train.events import EventLog, LineFile, Record
 from elastic_train.orchestrator import monarch_env, runfolder
 from elastic_train.orchestrator.end import RunEnd
 from elastic_train.process_log import stderr_to
-from elastic_train.replica.sources import check_dataset, check_tokenizer
+from elastic_train.replica.corpus import ensure_corpus
+from elastic_train.replica.sources import STDLIB, check_dataset, check_tokenizer
 
 
 class View(Protocol):
@@ -44,10 +45,15 @@ def run(config: RunConfig, notes: tuple[str, ...], *, name: str, run_dir: Path |
         EnvironmentProblem: this machine cannot run this config.
     """
     check_dataset(config.training.dataset, config.training.dataset_path)
+    if config.validation.enable:
+        check_dataset(config.validation.dataset, config.validation.dataset_path)
     check_tokenizer(config.model.hf_assets_path)
     _check_port(config)
     config = _with_seed(config)
     folder = runfolder.create(config, name, run_dir)
+    if STDLIB in (config.training.dataset, config.model.hf_assets_path or STDLIB):
+        # Once and here, so that its few seconds are not part of every replica's start.
+        ensure_corpus()
     monarch_env.configure()
     view.start()
     try:

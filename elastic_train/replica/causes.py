@@ -10,7 +10,9 @@ import torch.distributed as dist
 from elastic_train.config import ConfigError, EnvironmentProblem
 from elastic_train.diloco.engine import NoPeerState, SyncFailed
 from elastic_train.peer_ckpt.shards import StateMismatch
+from elastic_train.replica.sources import DataError
 
+_DATA_LIBRARIES = ("datasets", "pyarrow", "huggingface_hub")
 _COMM_WORDS = re.compile(
     r"gloo|nccl|rccl|connection (closed|reset|refused)|process group|timed out waiting|socket|broken pipe|"
     r"aborted|communicator",
@@ -34,6 +36,6 @@ def of_exception(error: BaseException) -> str:
         return "non_finite"
     if isinstance(error, RuntimeError | TimeoutError | OSError) and _COMM_WORDS.search(text):
         return "comm_error"
-    if type(error).__module__.split(".")[0] in ("datasets", "pyarrow", "huggingface_hub"):
+    if isinstance(error, DataError) or type(error).__module__.partition(".")[0] in _DATA_LIBRARIES:
         return "data_error"
     return "exception"

@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch.distributed as dist
 from torchtitan.components.checkpoint import CheckpointManager
 
 from elastic_train.config import CheckpointConfig
@@ -61,7 +60,7 @@ def save_checkpoint(
         (staging / target.name).rename(target)
         staging.rmdir()
         _keep_newest(folder, config.keep_latest_k)
-    dist.barrier()
+    trainer.control.barrier()
     return target, time.monotonic() - began
 
 

@@ -26,6 +26,7 @@ class ControlGroup:
 
     def __init__(self, timeout_s: float) -> None:
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        self._aborted = False
         self.rank = dist.get_rank()
         self.ranks = dist.get_world_size()
 
@@ -44,10 +45,19 @@ class ControlGroup:
             dist.all_reduce(total, group=self._group)
         return total
 
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        self.sum(torch.zeros(1))
+
+    def abort(self) -> None:
+        """Break the group, as a failing network does; every later exchange fails."""
+        self._aborted = True
+
     @contextmanager
     def _broken_if_it_fails(self) -> Iterator[None]:
+        if self._aborted:
+            raise ReplicaBroken("the control group of this replica was aborted")
         try:
             yield
-        except (RuntimeError, ValueError) as error:
-            # torch raises ValueError for a group that was aborted.
+        except RuntimeError as error:
             raise ReplicaBroken(f"the control group of this replica failed: {error}") from error

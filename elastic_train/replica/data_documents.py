@@ -19,7 +19,7 @@ from torchtitan.hf_datasets.text_datasets import DATASETS
 from elastic_train.config import EnvironmentProblem
 from elastic_train.replica.corpus import ensure_corpus
 from elastic_train.replica.data_files import DOCUMENT_CHARS, TEXT_COLUMN, read_json, read_text
-from elastic_train.replica.sources import Source
+from elastic_train.replica.sources import DataError, Source
 
 logger = logging.getLogger(__name__)
 
@@ -28,10 +28,6 @@ _SHUFFLE_SEED = 42
 
 Record = dict[str, Any]
 AnyDataset: TypeAlias = datasets.Dataset | datasets.IterableDataset
-
-
-class DataError(Exception):
-    """The data cannot be read on: a record has no text, the dataset changed, its source does not answer."""
 
 
 class Shard(ABC):

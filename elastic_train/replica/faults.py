@@ -13,8 +13,6 @@ import signal
 import threading
 from collections.abc import Callable, Iterable
 
-import torch.distributed as dist
-
 from elastic_train.config.faults import FaultSpec
 
 logger = logging.getLogger(__name__)
@@ -34,20 +32,19 @@ class FaultPlan:
         replica: int,
         rank: int,
         announce: Callable[[FaultSpec], object],
-        abort_groups: Callable[[], None],
         supervisor_pid: int,
     ) -> None:
         """
         Args:
             specs: faults that have not fired yet in this run; those for other ranks are ignored.
             announce: writes the fault to the log; called before it acts.
-            abort_groups: aborts every process group of this rank, as a failing collective library does.
             supervisor_pid: process of the ReplicaActor, on the same host.
         """
         self._address = (replica, rank)
         self._pending = [spec for spec in specs if (spec.replica, spec.rank) == self._address]
         self._announce = announce
-        self._abort_groups = abort_groups
+        self.abort_groups: Callable[[], None] = _no_groups
+        """Aborts every process group of this rank, as a failing collective library does; set once there are any."""
         self._supervisor_pid = supervisor_pid
         self._lock = threading.Lock()
 
@@ -79,7 +76,7 @@ class FaultPlan:
             case "exception":
                 raise InjectedError(f"injected by {spec}")
             case "comms":
-                self._abort_groups()
+                self.abort_groups()
             case "hang":
                 # PyDLL, unlike CDLL, keeps the GIL while it calls: no other Python thread of this process runs.
                 ctypes.PyDLL(None).sleep(24 * 3600)
@@ -89,9 +86,8 @@ class FaultPlan:
                 raise ValueError(f"no way to inject a fault of kind {other!r} into a rank")
 
 
-def abort_all_groups() -> None:
-    """Abort the groups of FSDP and of the replica's control, after which their next operation fails."""
-    dist.distributed_c10d._abort_process_group()
+def _no_groups() -> None:
+    raise InjectedError("a communication fault before there was anything to communicate over")
 
 
 _installed: list[FaultPlan] = []

@@ -36,6 +36,10 @@ _HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+")
 _CHECKED_JSON_BYTES = 8 << 20
 
 
+class DataError(Exception):
+    """The data cannot be read on: a record has no text, the dataset changed, its source does not answer."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Source:
     """A dataset that was found. ``kind`` says how it is read."""

@@ -21,6 +21,7 @@ from torchtitan.components.metrics import _get_metrics_rank
 from torchtitan.distributed.utils import set_pg_timeouts
 from torchtitan.trainer import Trainer
 
+from elastic_train.config import ConfigError
 from elastic_train.diloco.engine import COLD_START_STEP, NoPeerState, OuterSync, Sync
 from elastic_train.diloco.fragments import split
 from elastic_train.diloco.schedule import OuterSchedule
@@ -31,7 +32,7 @@ from elastic_train.peer_ckpt.shards import combine_hashes, hash_tensors
 from elastic_train.replica.beacon import Beacon, Phase
 from elastic_train.replica.checkpoint import save_checkpoint
 from elastic_train.replica.control import ControlGroup
-from elastic_train.replica.data import PositionTable
+from elastic_train.replica.data import DataError, PositionTable
 from elastic_train.replica.faults import FaultPlan
 from elastic_train.replica.lr import set_lr_step
 from elastic_train.replica.membership import Quorum, ReplicaManager, Seat, make_group, make_manager
@@ -40,10 +41,6 @@ from elastic_train.replica.state import export_state, load_state
 from elastic_train.replica.titan import translate
 
 logger = logging.getLogger(__name__)
-
-
-class DataExhausted(RuntimeError):
-    """The dataset ended before the run did."""
 
 
 class ElasticTrainer(Trainer):
@@ -92,7 +89,14 @@ class ElasticTrainer(Trainer):
         self._last_quorum_id: int | None = None
         self._received_hash: int | None = None
 
+        if self.tokenizer.get_vocab_size() > self.model_config.vocab_size:
+            raise ConfigError(
+                f"the tokenizer has {self.tokenizer.get_vocab_size()} tokens, the model {config.model.flavor} room for "
+                f"{self.model_config.vocab_size}: set model.hf_assets_path or model.flavor to a pair that fits"
+            )
         self._store = self._make_store()
+        self._group = make_group(config.diloco.backend, titan_fixes.DEVICE, config.diloco.timeout_s)
+        faults.abort_groups = self._abort_groups
         self._membership: ReplicaManager | None = None
         self._engine: OuterSync | None = None
         if not incarnation.joining:
@@ -168,7 +172,7 @@ class ElasticTrainer(Trainer):
         try:
             self.train_step(batches)
         except DataloaderExhaustedError as error:
-            raise DataExhausted(
+            raise DataError(
                 f"the dataset ended at step {self.step} of {self.schedule.steps}: lower training.steps or give more"
             ) from error
         tokens = (self.ntokens_seen - seen) * self._data_ranks
@@ -294,7 +298,7 @@ class ElasticTrainer(Trainer):
             min_replicas=config.lighthouse.min_replicas,
             transfer_timeout_s=config.peer_ckpt.timeout_s,
             store=self._store,
-            group=make_group(config.diloco.backend, titan_fixes.DEVICE, config.diloco.timeout_s),
+            group=self._group,
             transport=transport,
             export_state=self._give_state,
             load_state=self._take_state,
@@ -310,6 +314,12 @@ class ElasticTrainer(Trainer):
             pin_memory=titan_fixes.DEVICE.pins_memory,
             hook=self._at_point,
         )
+
+    def _abort_groups(self) -> None:
+        """What a failing collective library does to this rank: nothing that it is a member of works any more."""
+        self.control.abort()
+        self._group.abort()
+        dist.distributed_c10d._abort_process_group()
 
     def _make_store(self) -> dist.TCPStore:
         """The replica's own store, hosted by rank 0, new in every incarnation: peers rendezvous in it."""

@@ -86,7 +86,6 @@ class TrainerActor(Actor):
             replica=incarnation.slot,
             rank=rank,
             announce=lambda spec: events.emit("fault_injected", kind=spec.kind, point=spec.point, spec=str(spec)),
-            abort_groups=faults.abort_all_groups,
             supervisor_pid=incarnation.supervisor_pid,
         )
         faults.install(plan)
