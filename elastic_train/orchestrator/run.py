@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 import os
 import secrets
 import signal
@@ -19,6 +20,8 @@ from elastic_train.orchestrator.end import RunEnd
 from elastic_train.process_log import stderr_to
 from elastic_train.replica.corpus import ensure_corpus
 from elastic_train.replica.sources import STDLIB, check_dataset, check_tokenizer
+
+logger = logging.getLogger(__name__)
 
 
 class View(Protocol):
@@ -65,11 +68,15 @@ def run(config: RunConfig, notes: tuple[str, ...], *, name: str, run_dir: Path |
 
 async def _run(config: RunConfig, notes: tuple[str, ...], folder: runfolder.RunFolder, name: str, view: View) -> RunEnd:
     # Monarch reads its environment when it is imported.
+    import monarch.actor
+
     from elastic_train.orchestrator.barrier import ColdStart
     from elastic_train.orchestrator.manager import OrchestrationManager
     from elastic_train.orchestrator.scheduler import make_scheduler
     from elastic_train.orchestrator.slot import RunContext
 
+    # Without it, Monarch ends this process when it finds a fault that nobody waits for.
+    monarch.actor.unhandled_fault_hook = lambda fault: logger.warning("supervision at the root: %s", fault)
     clock = SystemClock()
     log = EventLog(folder.events, clock)
     log.subscribe(view.on_event)

@@ -98,6 +98,7 @@ class ReplicaSlot:
         self._failures: list[Failure] = []
         self._running_since: float | None = None
         self._offsets = (0, 0)
+        self._step = 0
         self._pumping = asyncio.Lock()
 
     @property
@@ -137,6 +138,7 @@ class ReplicaSlot:
             for event in part.events:
                 self._follow(self._run.log.append(event))
             for record in part.metrics:
+                self._step = record["step"]
                 self._run.metrics.append(record)
                 self._run.on_metrics(record)
 
@@ -266,7 +268,7 @@ class ReplicaSlot:
         failure = ReplicaFailure(
             cause=end.cause if end else "exception",
             rank=None,
-            step=self._failures[-1].step if self._failures else 0,
+            step=self._step,
             error=f"its ReplicaActor {end.error}" if end else f"its ReplicaActor failed: {error}",
             signal=end.signal if end else None,
             traceback=None if end else str(error),

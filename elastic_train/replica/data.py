@@ -18,10 +18,10 @@ from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.tokenizer import BaseTokenizer
 
 from elastic_train.config import EnvironmentProblem
-from elastic_train.replica.data_documents import DataError, open_documents
+from elastic_train.replica.data_documents import open_documents
 from elastic_train.replica.data_position import PositionTable, ShardPosition
 from elastic_train.replica.data_stream import Sample, ShardStream
-from elastic_train.replica.sources import find_source
+from elastic_train.replica.sources import DataError, find_source
 
 __all__ = ["Batch", "DataError", "ElasticDataLoader", "PositionTable", "ShardPosition"]
 

@@ -16,8 +16,9 @@ import torch
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataset
 
-from elastic_train.replica.data_documents import DataError, Shard
+from elastic_train.replica.data_documents import Shard
 from elastic_train.replica.data_position import ShardPosition
+from elastic_train.replica.sources import DataError
 
 Sample = tuple[dict[str, torch.Tensor], torch.Tensor]
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_train.config import EnvironmentProblem
-from elastic_train.replica.data_documents import DataError, Documents, open_documents
-from elastic_train.replica.sources import find_source
+from elastic_train.replica.data_documents import Documents, open_documents
+from elastic_train.replica.sources import DataError, find_source
 
 TEXTS = ["one", "two\nlines", "three", "", "five"]
 

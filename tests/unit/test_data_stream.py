@@ -14,9 +14,10 @@ from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.hf_datasets import DatasetConfig
 from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDataset
 
-from elastic_train.replica.data_documents import DataError, Documents, Shard
+from elastic_train.replica.data_documents import Documents, Shard
 from elastic_train.replica.data_position import ShardPosition
 from elastic_train.replica.data_stream import Sample, ShardStream, _Lengths, _Packing
+from elastic_train.replica.sources import DataError
 
 BOS, EOS = 0, 1
 
