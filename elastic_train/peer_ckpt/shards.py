@@ -18,7 +18,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 class StateMismatch(ValueError):
-    """A peer's state does not fit this rank: other names or shapes. Its config or sharding must differ."""
+    """A peer's state does not fit this rank: other names, shapes or types. Its config or sharding must differ."""
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -42,7 +42,7 @@ def load_tensors(named: Iterable[tuple[str, torch.Tensor]], source: Mapping[str,
     """Copy ``source`` into this rank's part of each tensor.
 
     Raises:
-        StateMismatch: names or shapes differ; nothing was copied.
+        StateMismatch: names, shapes or types differ; nothing was copied.
     """
     targets = {name: local(tensor.detach()) for name, tensor in named}
     if targets.keys() != source.keys():
@@ -50,6 +50,8 @@ def load_tensors(named: Iterable[tuple[str, torch.Tensor]], source: Mapping[str,
     for name, target in targets.items():
         if target.shape != source[name].shape:
             raise StateMismatch(f"{name} has shape {tuple(source[name].shape)}, not {tuple(target.shape)}")
+        if target.dtype != source[name].dtype:
+            raise StateMismatch(f"{name} is {source[name].dtype}, not {target.dtype}")
     for name, target in targets.items():
         target.copy_(source[name])
 
@@ -75,11 +77,12 @@ def load_optimizer(optimizer: torch.optim.Optimizer, source: list[dict[str, Any]
     counter, are cloned as they are.
 
     Raises:
-        StateMismatch: another number of parameters, or shapes that differ.
+        StateMismatch: another number of parameters, or shapes that differ; nothing was taken over.
     """
     owned = [(group, parameter) for group in optimizer.param_groups for parameter in group["params"]]
     if len(owned) != len(source):
         raise StateMismatch(f"the optimizer has {len(owned)} parameters, the peer's {len(source)}")
+    states: list[dict[str, Any]] = []
     for (group, parameter), entries in zip(owned, source, strict=True):
         counters_on_device = group.get("fused") or group.get("capturable")
         state: dict[str, Any] = {}
@@ -94,6 +97,8 @@ def load_optimizer(optimizer: torch.optim.Optimizer, source: list[dict[str, Any]
                 local(state[key]).copy_(value)
             else:
                 raise StateMismatch(f"optimizer state {key} has shape {tuple(value.shape)}, not {tuple(shape)}")
+        states.append(state)
+    for (_, parameter), state in zip(owned, states, strict=True):
         if state:
             optimizer.state[parameter] = state
         else:

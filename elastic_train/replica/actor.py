@@ -22,7 +22,7 @@ from monarch.spmd import setup_torch_elastic_env_async
 
 from elastic_train.clock import SystemClock
 from elastic_train.config.faults import FaultSpec
-from elastic_train.events import EventWriter, Record, read_records
+from elastic_train.events import EventWriter, Record, read_all, read_records
 from elastic_train.futures import result, within
 from elastic_train.process_log import print_to
 from elastic_train.replica.beacon import BeaconReader, Budgets, hang
@@ -110,7 +110,9 @@ class ReplicaActor(Actor):
             # The manager gave up waiting for the incarnation before; its start must not go on beside this one.
             self._starting.cancel()
             await asyncio.wait({self._starting})
-        self._starting = asyncio.ensure_future(self._stop_and_restart(replace(incarnation, supervisor_pid=os.getpid())))
+        fired = incarnation.fired | self._fired_here(incarnation)
+        told = replace(incarnation, supervisor_pid=os.getpid(), fired=fired)
+        self._starting = asyncio.ensure_future(self._stop_and_restart(told))
         try:
             return await self._starting
         except asyncio.CancelledError:
@@ -171,6 +173,11 @@ class ReplicaActor(Actor):
             await asyncio.wait({close}, timeout=stop_timeout_s)
             close.cancel()
         await self._end_processes()
+
+    def _fired_here(self, incarnation: Incarnation) -> frozenset[str]:
+        """Faults that acted on this host, also one that the controller cannot know of: it ended its messenger."""
+        events = read_all(SegmentPaths.of(incarnation.run_dir, self._slot).events)
+        return frozenset(event["spec"] for event in events if event["event"] == "fault_injected")
 
     # -- one incarnation -------------------------------------------------------------------------------------------
 

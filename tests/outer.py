@@ -1,0 +1,86 @@
+"""Replicas of one rank with a real membership, for tests of the outer sync."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchft.coordination import LighthouseServer
+
+from elastic_train.config import DilocoConfig
+from elastic_train.device import Device
+from elastic_train.diloco.engine import COLD_START_STEP
+from elastic_train.diloco.torchft_engine import TorchftEngine
+from elastic_train.peer_ckpt.http import MeteredHTTPTransport
+from elastic_train.replica.membership import Quorum, ReplicaManager, Seat, make_group, make_manager
+
+HOST = "127.0.0.1"
+OUTER = DilocoConfig(sync_every=2, outer_lr=0.7, outer_momentum=0.9, timeout_s=5.0, quorum_timeout_s=60.0)
+
+
+@contextlib.contextmanager
+def lighthouse(*, min_replicas: int = 1) -> Iterator[str]:
+    """A Lighthouse in this process; gives its address."""
+    server = LighthouseServer(
+        bind=f"{HOST}:0",
+        min_replicas=min_replicas,
+        join_timeout_ms=60_000,
+        quorum_tick_ms=20,
+        heartbeat_timeout_ms=1000,
+    )
+    try:
+        yield f"http://{HOST}:{server.address().rsplit(':', 1)[1]}"
+    finally:
+        server.shutdown()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Member:
+    """One replica, as its only rank holds it."""
+
+    manager: ReplicaManager
+    engine: TorchftEngine
+    transport: MeteredHTTPTransport
+
+
+@contextlib.contextmanager
+def member(
+    address: str,
+    fragments: Sequence[nn.Module],
+    inner: torch.optim.Optimizer,
+    *,
+    slot: int = 0,
+    config: DilocoConfig = OUTER,
+    first_step: int = COLD_START_STEP,
+    export_state: Callable[[], dict[str, object]] = dict,
+    load_state: Callable[[dict[str, object]], None] = lambda state: None,
+    hook: Callable[[str], None] = lambda point: None,
+    on_quorum: Callable[[Quorum], None] = lambda quorum: None,
+) -> Iterator[Member]:
+    """A member of the quorum at ``address``, until the end of the context."""
+    store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+    transport = MeteredHTTPTransport(timeout_s=20.0, chunks=0, advertise_host=HOST, on_receive=lambda: None)
+    manager = make_manager(
+        Seat(slot=slot, rank=0, ranks=1, lighthouse=address, host=HOST),
+        config=config,
+        min_replicas=1,
+        transfer_timeout_s=20.0,
+        store=store,
+        group=make_group("gloo", Device("cpu"), config.timeout_s),
+        transport=transport,
+        export_state=export_state,
+        load_state=load_state,
+        first_step=first_step,
+        hook=hook,
+        on_quorum=on_quorum,
+    )
+    try:
+        engine = TorchftEngine(manager, fragments, inner, config, pin_memory=False, hook=hook)
+        yield Member(manager=manager, engine=engine, transport=transport)
+    finally:
+        manager.shutdown(wait=False)

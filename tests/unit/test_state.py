@@ -1,0 +1,193 @@
+"""A joiner's way to its donor's state. Around ``state`` everything is real but the trainer that holds it together."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from elastic_train.replica import titan_fixes  # noqa: F401  # isort: skip  (must come before the rest of torchtitan)
+
+from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
+from torchtitan.components.tokenizer import BaseTokenizer
+
+from elastic_train.peer_ckpt.shards import StateMismatch
+from elastic_train.replica.data import ElasticDataLoader
+from elastic_train.replica.data_position import ShardPosition
+from elastic_train.replica.state import export_state, load_state
+from tests.outer import lighthouse, member
+
+SHARDS = 3
+
+
+class ByteTokenizer(BaseTokenizer):
+    """A token for each byte."""
+
+    def encode(self, text: str, add_bos: bool = False, add_eos: bool = False) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, tokens: list[int]) -> str:
+        return bytes(tokens).decode()
+
+    def get_vocab_size(self) -> int:
+        return 256
+
+
+class Rank(SimpleNamespace):
+    """What ``state`` sees of a trainer: a model of two parts that learns to predict the next byte."""
+
+    def inner_step(self) -> None:
+        inputs, labels = next(iter(self.dataloader))
+        self.optimizers.zero_grad()
+        hidden = self.model_parts[0](inputs["input"])
+        logits = self.model_parts[1](nn.functional.dropout(hidden, 0.5))
+        nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
+        self.optimizers.step()
+        self.lr_schedulers.step()
+        self.step += 1
+        self.ntokens_seen += labels.numel()
+
+    def outer_step(self) -> None:
+        outcome = self.engine.sync(self.dataloader.positions().delta(self.dataloader.committed))
+        assert outcome.committed
+        self.dataloader.commit(self.dataloader.committed.plus(outcome.progress))
+
+    def train(self, outer_steps: int) -> None:
+        for _ in range(outer_steps):
+            self.inner_step()
+            self.inner_step()
+            self.outer_step()
+
+
+@contextlib.contextmanager
+def rank(folder: Path, seed: int, width: int = 8) -> Iterator[Any]:
+    torch.manual_seed(seed)
+    parts = [nn.Embedding(256, width), nn.Linear(width, 256)]
+    optimizers: OptimizersContainer = OptimizersContainer.Config(
+        implementation="for-loop",
+        param_groups=[ParamGroupConfig(pattern=".*", optimizer_name="AdamW", optimizer_kwargs={"lr": 0.01})],
+    ).build(model_parts=parts)
+    schedulers = LRSchedulersContainer.Config(warmup_steps=20).build(optimizers=optimizers, training_steps=40)
+    text = folder / "data.txt"
+    text.write_text("\n\n".join(f"document {number} says {number * number}" for number in range(200)))
+    loader = ElasticDataLoader.Config(dataset=str(text), virtual_shards=SHARDS).build(
+        dp_world_size=1, dp_rank=0, tokenizer=ByteTokenizer(), seq_len=5, local_batch_size=2
+    )
+    with lighthouse() as address, member(address, [nn.ModuleList(parts)], optimizers) as seat:
+        yield Rank(
+            model_parts=parts,
+            optimizers=optimizers,
+            lr_schedulers=schedulers,
+            dataloader=loader,
+            engine=seat.engine,
+            step=0,
+            ntokens_seen=0,
+        )
+
+
+@pytest.fixture
+def donor(tmp_path: Path) -> Iterator[Any]:
+    with rank(tmp_path, seed=0) as made:
+        made.train(2)
+        yield made
+
+
+@pytest.fixture
+def joiner(tmp_path: Path) -> Iterator[Any]:
+    with rank(tmp_path, seed=1) as made:
+        yield made
+
+
+def learning_rate(trainer: Any) -> float:
+    return float(trainer.optimizers.optimizers[0].param_groups[0]["lr"])
+
+
+def test_a_joiner_goes_on_like_its_donor(donor: Any, joiner: Any) -> None:
+    given = export_state(donor)
+    joiner.train(1)
+
+    load_state(joiner, given)
+
+    assert export_state(joiner)["hash"] == given["hash"]
+    assert (joiner.step, joiner.ntokens_seen) == (4, donor.ntokens_seen)
+    assert learning_rate(joiner) == learning_rate(donor)
+    after = []
+    for trainer in (donor, joiner):
+        torch.set_rng_state(given["rng"])
+        trainer.train(2)
+        after.append(export_state(trainer))
+    assert after[0]["hash"] == after[1]["hash"]
+    assert after[0]["hash"] != given["hash"]
+
+
+def test_what_was_exported_stays_while_the_donor_trains_on(donor: Any, joiner: Any) -> None:
+    given = export_state(donor)
+
+    donor.train(1)
+    load_state(joiner, given)
+
+    assert export_state(joiner)["hash"] == given["hash"]
+    assert export_state(donor)["hash"] != given["hash"]
+
+
+def test_uncommitted_reading_is_not_handed_on(donor: Any, joiner: Any) -> None:
+    donor.inner_step()
+
+    load_state(joiner, export_state(donor))
+
+    assert donor.dataloader.positions() != donor.dataloader.committed
+    assert joiner.dataloader.positions() == joiner.dataloader.committed == donor.dataloader.committed
+
+
+def one_bit_of(tensor: torch.Tensor) -> None:
+    tensor.detach().view(-1).view(torch.uint8)[0] ^= 1
+
+
+def moment(trainer: Any, name: str) -> Any:
+    return next(iter(trainer.optimizers.optimizers[1].state.values()))[name]
+
+
+CHANGES = {
+    "parameter": lambda trainer: one_bit_of(trainer.model_parts[1].bias),
+    "first moment": lambda trainer: one_bit_of(moment(trainer, "exp_avg")),
+    "optimizer step": lambda trainer: moment(trainer, "step").add_(1),
+    "anchor": lambda trainer: one_bit_of(trainer.engine.anchor()["0.1.bias"]),
+    "outer momentum": lambda trainer: one_bit_of(trainer.engine.export_state()["momentum"] and outer(trainer)),
+    "step": lambda trainer: vars(trainer).update(step=5),
+    "rate": lambda trainer: trainer.lr_schedulers.step(),
+    "tokens": lambda trainer: vars(trainer).update(ntokens_seen=0),
+    "random numbers": lambda trainer: torch.rand(1),
+    "positions": lambda trainer: trainer.dataloader.commit(
+        trainer.dataloader.committed.replace({1: ShardPosition(document=9)})
+    ),
+}
+
+
+def outer(trainer: Any) -> torch.Tensor:
+    [optimizer] = trainer.engine._outer
+    buffer: torch.Tensor = next(iter(optimizer.state.values()))["momentum_buffer"]
+    return buffer
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_hash_covers(donor: Any, change: str) -> None:
+    before = export_state(donor)["hash"]
+    assert export_state(donor)["hash"] == before
+
+    CHANGES[change](donor)
+
+    assert export_state(donor)["hash"] != before
+
+
+def test_a_state_of_another_model_is_refused(donor: Any, tmp_path: Path) -> None:
+    with rank(tmp_path, seed=1, width=4) as other:
+        before = export_state(other)
+
+        with pytest.raises(StateMismatch, match=r"0\.weight has shape \(256, 8\), not \(256, 4\)"):
+            load_state(other, export_state(donor))
+
+        assert export_state(other)["hash"] == before["hash"]
