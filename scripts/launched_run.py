@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import signal
+import contextlib
+import os
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
@@ -16,6 +18,16 @@ from elastic_train.events import Record, read_all, read_records
 
 ROOT = Path(__file__).resolve().parent.parent
 _POLL_S = 0.05
+_KILL_ROUNDS = 3
+_GONE_S = 10.0
+# Every process of a run inherits it, also one whose parent died and that is nobody's child any more.
+_MARK = "ELASTIC_TRAIN_LAUNCHED_RUN"
+
+
+def config_path(config: str) -> Path:
+    """A path to a config file, or the name of one in ``configs/``."""
+    path = Path(config)
+    return path if path.exists() else ROOT / "configs" / config
 
 
 class LaunchedRun:
@@ -28,18 +40,19 @@ class LaunchedRun:
             flags: further command line arguments, as in ``["--training.steps", "40"]``.
         """
         self.run_dir = run_dir
-        self._known: dict[int, psutil.Process] = {}
+        self._mark = uuid.uuid4().hex
         self._event_offset = 0
         self._events: list[Record] = []
         run_dir.parent.mkdir(parents=True, exist_ok=True)
         self.console = run_dir.with_suffix(".console")
-        path = Path(config) if Path(config).exists() else ROOT / "configs" / config
+        command = [sys.executable, "-m", "elastic_train", "run", str(config_path(config)), "--run_dir", str(run_dir)]
         with self.console.open("wb") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "elastic_train.cli", "run", str(path), "--run_dir", str(run_dir), *flags],
+                [*command, *flags],
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                env={**os.environ, _MARK: self._mark},
             )
 
     def __enter__(self) -> LaunchedRun:
@@ -83,7 +96,6 @@ class LaunchedRun:
         """
         deadline = time.monotonic() + timeout_s
         while not condition():
-            self._remember_processes()
             if time.monotonic() > deadline:
                 raise TimeoutError(f"not within {timeout_s} s:\n{self.tail()}")
             time.sleep(_POLL_S)
@@ -105,17 +117,14 @@ class LaunchedRun:
         """The end of what the run printed."""
         return "\n".join(self.console.read_text(errors="replace").splitlines()[-lines:])
 
+    def command(self, name: str, *flags: str) -> subprocess.CompletedProcess[str]:
+        """Another command of the command line about this run, as from a second terminal."""
+        command = [sys.executable, "-m", "elastic_train", name, str(self.run_dir), *flags]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
     def processes(self) -> list[psutil.Process]:
-        """Every process that the run was seen to have and that still lives, zombies aside."""
-        self._remember_processes()
-        alive = []
-        for process in self._known.values():
-            try:
-                if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-                    alive.append(process)
-            except psutil.NoSuchProcess:
-                continue
-        return alive
+        """Every process of the run that lives, whoever its parent is; zombies aside."""
+        return [process for process in psutil.process_iter(["name"]) if self._is_mine(process)]
 
     def end(self) -> list[psutil.Process]:
         """End the run and everything that it left, by pid.
@@ -123,24 +132,21 @@ class LaunchedRun:
         Returns:
             Processes that were still there although the run had ended by itself: leaks.
         """
-        ended_by_itself = self.process.poll() is not None
-        left = self.processes()
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGKILL)
-            self.process.wait()
-        for process in left:
-            try:
-                process.kill()
-            except psutil.NoSuchProcess:
-                continue
-        psutil.wait_procs(left, timeout=10)
-        return [process for process in left if ended_by_itself and process.pid != self.process.pid]
+        leaks = self.processes() if self.process.poll() is not None else []
+        self.process.kill()
+        self.process.wait()
+        # More than once: a process that dies may just have started another.
+        for _ in range(_KILL_ROUNDS):
+            left = self.processes()
+            for process in left:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            psutil.wait_procs(left, timeout=_GONE_S)
+        return leaks
 
-    def _remember_processes(self) -> None:
-        """Children are found through their parent, so they have to be noted while it lives."""
+    def _is_mine(self, process: psutil.Process) -> bool:
         try:
-            root = psutil.Process(self.process.pid)
-            for process in (root, *root.children(recursive=True)):
-                self._known.setdefault(process.pid, process)
-        except psutil.NoSuchProcess:
-            return
+            marked = process.environ().get(_MARK) == self._mark
+            return marked and process.status() != psutil.STATUS_ZOMBIE
+        except (psutil.Error, OSError):
+            return False

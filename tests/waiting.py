@@ -10,7 +10,7 @@ T = TypeVar("T")
 _LOOK_EVERY_S = 0.02
 
 
-def wait_until(condition: Callable[[], T], *, within_s: float = 60.0) -> T:
+def wait_until(condition: Callable[[], T | None], *, within_s: float = 60.0) -> T:
     """Look at ``condition`` until it gives something true, and return that; fails when the time is up."""
     deadline = time.monotonic() + within_s
     pause = threading.Event()

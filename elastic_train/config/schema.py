@@ -162,7 +162,7 @@ class RecoveryConfig:
     """Restarts on the same host before a new allocation is asked for."""
 
     reallocations: Count = 2
-    """New allocations before the replica is given up."""
+    """New allocations before the replica is given up; with the local scheduler they are on the same host."""
 
     forgive_after_s: Positive = 60.0
     """Seconds of healthy running that take one failure off the count."""
@@ -180,7 +180,8 @@ class RecoveryConfig:
     """Part of the pause that is left to chance, so that replicas do not come back in step."""
 
     hang_timeout_s: Positive = 90.0
-    """A rank that makes no progress in an inner step or in the data phase of a sync for so long is ended."""
+    """A rank that needs longer than this for an inner step (with an evaluation, if one is due), for the data
+    phase of a sync or for writing a snapshot counts as hanging and is ended."""
 
     start_hang_timeout_s: Positive = 600.0
     """The same from the start of a process to the end of its first inner step."""
@@ -207,7 +208,8 @@ class FaultsConfig:
     """Kinds that random faults are drawn from."""
 
     seed: Count = 0
-    """Where the random faults start; the same seed gives the same faults."""
+    """Where the random faults start; the same seed draws the same faults, of which those for a replica that is
+    not training are left out."""
 
 
 @section

@@ -42,7 +42,7 @@ class JobConfig:
     """Write the whole resolved config to the log at the start."""
 
     save_config_file: str | None = None
-    """Further file, under the dump folder, to save the trainer's config into."""
+    """Further file, under the run's folder, to save the trainer's config into."""
 
     custom_config_module: str = ""
     """Python module that extends torchtitan's own config."""
@@ -56,7 +56,7 @@ class ProfilingConfig:
     """Record traces with torch's profiler."""
 
     save_traces_folder: Name = "profile_traces"
-    """Where the traces go, under the dump folder."""
+    """Where the traces go, under the run's folder."""
 
     profile_freq: PositiveInt = 10
     """Inner steps from one profiling cycle to the next."""
@@ -71,7 +71,7 @@ class ProfilingConfig:
     """Record snapshots of the accelerator's memory."""
 
     save_memory_snapshot_folder: Name = "memory_snapshot"
-    """Where the memory snapshots go, under the dump folder."""
+    """Where the memory snapshots go, under the run's folder."""
 
 
 @section
@@ -88,7 +88,7 @@ class MetricsConfig:
     """Print without colours."""
 
     save_tb_folder: Name = "tb"
-    """Where the TensorBoard files go, under the dump folder."""
+    """Where the TensorBoard files go, under the run's folder."""
 
     save_for_all_ranks: bool = False
     """Write metrics of every rank, not only of the one that has the loss."""
@@ -198,11 +198,12 @@ class TrainingConfig:
 
     dataset: Name = "stdlib"
     """What to train on: stdlib, the embedded corpus of the Python standard library's sources, which needs no
-    download; a file or folder of text, JSON or Parquet; a name on the Hugging Face hub; or c4, c4_test.
-    torchtitan's default is c4_test."""
+    download; a file or a folder of text (.txt, .md, .py), JSON (.jsonl, .json) or Parquet (.parquet); the name
+    of a dataset with a text column on the Hugging Face hub, as org/name; or torchtitan's c4, c4_test,
+    c4_validation. torchtitan's default is c4_test."""
 
     dataset_path: str = ""
-    """Another place of c4 or c4_test; empty: the usual one."""
+    """Another place of c4, c4_test or c4_validation, only for these; empty: the usual one."""
 
     local_batch_size: PositiveInt = 8
     """Sequences in one forward pass of one data-parallel rank."""
@@ -227,7 +228,7 @@ class TrainingConfig:
     """Type of parameters, gradients and optimizer state."""
 
     mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"
-    """Type that parameters are cast to for forward and backward."""
+    """Type that parameters are cast to for forward and backward; on a CPU always float32."""
 
     mixed_precision_reduce: Literal["float32"] = "float32"
     """Type in which gradients are reduced inside the replica."""
@@ -314,7 +315,8 @@ class ParallelismConfig:
 
 @section
 class CheckpointConfig:
-    """Durable snapshots on disk, the last resort when no replica is left; recovery does not read them."""
+    """Durable snapshots on disk. No run reads them yet: one starts from new parameters, and a replica that
+    returns gets its state from a peer."""
 
     enable: bool = False
     """Write a snapshot every checkpoint.interval steps; the last state is written in any case."""
@@ -326,7 +328,8 @@ class CheckpointConfig:
     """Where snapshots go, under the run's folder."""
 
     interval: PositiveInt = 500
-    """Inner steps from one snapshot to the next; it is taken at the next outer sync."""
+    """Inner steps from one snapshot to the next; it is taken at the next outer sync, by the lowest slot in the
+    quorum, and must be written within recovery.hang_timeout_s."""
 
     initial_load_path: str | None = None
     """Checkpoint to start from."""
@@ -350,8 +353,8 @@ class CheckpointConfig:
     """Type of the parameters in the last save."""
 
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
-    """How torchtitan overlapped saving with training; here a snapshot is always written beside training, from
-    a copy in host memory, so every value does the same."""
+    """How torchtitan overlapped saving with training; here the replica that writes a snapshot stops for it,
+    whatever the value."""
 
     keep_latest_k: Count = 10
     """How many snapshots to keep; 0: all."""
@@ -518,10 +521,10 @@ class CommConfig:
     """Bound on one operation from then on."""
 
     trace_buf_size: Count = 20000
-    """Entries in torch's flight recorder; 0: off."""
+    """Entries in torch's flight recorder; 0: off, as on a CPU whatever the value."""
 
     save_traces_folder: Name = "comm_traces"
-    """Where the flight recorder writes, under the dump folder."""
+    """Where the flight recorder writes, under the run's folder."""
 
     save_traces_file_prefix: str = "rank_"
     """How the flight recorder's files begin."""
@@ -602,13 +605,13 @@ class ValidationConfig:
     """Evaluation on held-out data in the course of training."""
 
     enable: bool = False
-    """Evaluate at all."""
+    """Evaluate at all. An evaluation is part of an inner step, so it must end within recovery.hang_timeout_s."""
 
     dataset: Name = "c4_validation"
-    """What to evaluate on."""
+    """What to evaluate on; the same names as training.dataset."""
 
     dataset_path: str = ""
-    """Another place of c4, c4_test or c4_validation; empty: the usual one."""
+    """Another place of c4, c4_test or c4_validation, only for these; empty: the usual one."""
 
     local_batch_size: PositiveInt | None = None
     """Sequences in one pass of one data-parallel rank; torchtitan evaluates with training.local_batch_size,
@@ -621,7 +624,7 @@ class ValidationConfig:
     """Inner steps from one evaluation to the next."""
 
     steps: int = -1
-    """Batches in one evaluation; -1: all."""
+    """Batches of each rank in one evaluation; -1: all."""
 
     dataloader: DataLoaderConfig = DataLoaderConfig()
     """How that data is read."""

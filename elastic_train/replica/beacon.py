@@ -12,6 +12,7 @@ import os
 import struct
 import threading
 import time
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,8 +20,8 @@ from enum import IntEnum
 from pathlib import Path
 
 _LAYOUT = struct.Struct("=qqdd")
-_ALIVE = struct.Struct("=d")
-_ALIVE_OFFSET = 24
+_CHECKSUM = struct.Struct("=I")
+_SIZE = _LAYOUT.size + _CHECKSUM.size
 _PULSE_S = 0.25
 
 
@@ -79,24 +80,25 @@ class Beacon:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        now = time.monotonic()
+        self._lock = threading.Lock()
+        self._phase, self._step, self._progress_at = Phase.BUILD, 0, time.monotonic()
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
-            os.write(descriptor, _LAYOUT.pack(Phase.BUILD, 0, now, now))
-            self._memory = mmap.mmap(descriptor, _LAYOUT.size)
+            os.write(descriptor, self._record(self._progress_at))
+            self._memory = mmap.mmap(descriptor, _SIZE)
         finally:
             os.close(descriptor)
-        self._phase, self._step = Phase.BUILD, 0
         self._stop = threading.Event()
         self._pulse = threading.Thread(target=self._beat, name="beacon", daemon=True)
         self._pulse.start()
 
     def moved(self, phase: Phase, step: int | None = None) -> None:
         """The main thread has moved on, to ``phase``."""
-        self._phase = phase
-        self._step = self._step if step is None else step
-        now = time.monotonic()
-        _LAYOUT.pack_into(self._memory, 0, phase, self._step, now, now)
+        with self._lock:
+            self._phase = phase
+            self._step = self._step if step is None else step
+            self._progress_at = time.monotonic()
+            self._memory[:] = self._record(self._progress_at)
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
@@ -115,7 +117,13 @@ class Beacon:
 
     def _beat(self) -> None:
         while not self._stop.wait(_PULSE_S):
-            _ALIVE.pack_into(self._memory, _ALIVE_OFFSET, time.monotonic())
+            with self._lock:
+                self._memory[:] = self._record(time.monotonic())
+
+    def _record(self, alive_at: float) -> bytes:
+        """The sample with its checksum: a reader in another process may meet half of a write."""
+        body = _LAYOUT.pack(self._phase, self._step, self._progress_at, alive_at)
+        return body + _CHECKSUM.pack(zlib.crc32(body))
 
 
 class BeaconReader:
@@ -123,14 +131,16 @@ class BeaconReader:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._last: Sample | None = None
 
     def read(self) -> Sample | None:
-        """The beacon's last reading; None while there is no beacon yet."""
+        """The beacon's last whole sample; None while there is no beacon yet."""
         try:
             data = self._path.read_bytes()
         except FileNotFoundError:
             return None
-        if len(data) < _LAYOUT.size:
-            return None
-        phase, step, progress_at, alive_at = _LAYOUT.unpack(data[: _LAYOUT.size])
-        return Sample(phase=Phase(phase), step=step, progress_at=progress_at, alive_at=alive_at)
+        body, checksum = data[: _LAYOUT.size], data[_LAYOUT.size :]
+        if len(data) == _SIZE and _CHECKSUM.pack(zlib.crc32(body)) == checksum:
+            phase, step, progress_at, alive_at = _LAYOUT.unpack(body)
+            self._last = Sample(phase=Phase(phase), step=step, progress_at=progress_at, alive_at=alive_at)
+        return self._last

@@ -1,0 +1,110 @@
+"""How long a replica that was killed is away, phase by phase, and how long the others wait because of it."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from scripts.command_line import CONFIG, CONTEXT, FAILED, FLAGS, JSON, PASSED, main, seconds
+from scripts.fault_plan import draw_plan
+from scripts.figures import recovery_figures
+from scripts.struck_run import make_target, run_under
+
+
+@click.command(context_settings=CONTEXT)
+@click.option("--kills", default=5, show_default=True, type=click.IntRange(min=1), help="How many SIGKILLs.")
+@CONFIG
+@click.option(
+    "--gap_steps",
+    default=150,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Least inner steps from one to the next; a replica must be able to come back in that time.",
+)
+@click.option("--seed", default=0, show_default=True, help="Decides which replicas are killed, and at which steps.")
+@click.option(
+    "--run_dir",
+    type=click.Path(path_type=Path),
+    help="Folder of the run. [default: outputs/bench_recovery-<time>]",
+)
+@JSON
+@FLAGS
+def bench_recovery(
+    kills: int, config: str, gap_steps: int, seed: int, run_dir: Path | None, as_json: bool, flags: tuple[str, ...]
+) -> int:
+    """Measures recoveries in one run: ranks of different replicas are killed with SIGKILL, one after the other, and
+    come back with the state of a peer. Everything is read from the event log of the run.
+
+    \b
+    median_s, worst_s             from the SIGKILL to the end of the first inner step of the new processes
+    phases                        seconds from the SIGKILL to each milestone
+    survivor_wait_median_s,       the longest that a peer waited for the quorum of the sync in which the
+    survivor_wait_worst_s         replica came back
+    survivor_outage_wait_worst_s  the same at the syncs in which it was missing: a peer's death is known
+                                  to the Lighthouse only when its heartbeats have been missing for
+                                  lighthouse.heartbeat_timeout_ms
+
+    FLAGS are further flags of `elastic-train run`. The script itself decides training.steps, debug.seed and
+    faults.at. Nothing else should use the machine meanwhile.
+
+    With --json the last line has these figures, and: kills, recovered, recoveries (each by itself), config, flags,
+    note, failed (why the figures cannot be trusted, empty if they can), run_dir.
+
+    Exit code 0: measured; 1: the run failed; 2: wrong use; 130: interrupted.
+    """
+    target = make_target(config, flags)
+    if target.replicas < 2:
+        raise click.UsageError("with a single replica nobody has a peer to come back from: set orchestrator.replicas")
+    if run_dir is not None and run_dir.exists():
+        raise click.UsageError(f"{run_dir} exists already: choose another --run_dir")
+    plan = draw_plan(
+        random.Random(seed), ["kill"] * kills, replicas=target.replicas, ranks=target.ranks, gap_steps=gap_steps
+    )
+    click.echo(f"{plan.steps} steps with {kills} kills: {' '.join(map(str, plan.faults))}", err=True)
+    folder = run_dir or Path("outputs") / time.strftime("bench_recovery-%Y%m%d-%H%M%S")
+    outcome = run_under(plan, target, folder, seed=seed)
+    figures = {
+        "kills": kills,
+        "recovered": sum(strike.recovered_s is not None for strike in outcome.strikes),
+        **recovery_figures(outcome.strikes),
+        "recoveries": [asdict(strike) for strike in outcome.strikes],
+        "config": Path(config).name,
+        "flags": list(flags),
+        "note": target.note,
+        "failed": [*outcome.reasons, *(f"{fault}: its replica came too late" for fault in outcome.unfinished)],
+        "run_dir": str(folder),
+    }
+    if as_json:
+        click.echo(json.dumps(figures))
+    else:
+        _show(figures)
+    return FAILED if figures["failed"] else PASSED
+
+
+def _show(figures: Mapping[str, Any]) -> None:
+    click.echo(f"{figures['recovered']} recoveries from {figures['kills']} SIGKILLs ({figures['note']})")
+    table = Table(title="Seconds", box=None)
+    for name in ("", "median", "worst"):
+        table.add_column(name, justify="right" if name else "left")
+    for name, phase in figures["phases"].items():
+        table.add_row(f"from the SIGKILL: {name}", seconds(phase["median_s"]), seconds(phase["worst_s"]))
+    wait = (seconds(figures["survivor_wait_median_s"]), seconds(figures["survivor_wait_worst_s"]))
+    table.add_row("others waited in the sync of its return", *wait)
+    table.add_row("others waited in a sync without it", "", seconds(figures["survivor_outage_wait_worst_s"]))
+    Console().print(table)
+    for reason in figures["failed"]:
+        click.echo(f"not to be trusted: {reason}")
+    click.echo(f"run: {figures['run_dir']}")
+
+
+if __name__ == "__main__":
+    main(bench_recovery)

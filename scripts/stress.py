@@ -1,0 +1,187 @@
+"""Kinds of faults over and over, at places that a seed decides: what a run survives once, it must survive always."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from elastic_train.config import ConfigError, digest
+from elastic_train.config.faults import KINDS, check_kind
+from scripts.command_line import CONFIG, CONTEXT, FAILED, FLAGS, INTERRUPTED, JSON, PASSED, main, seconds
+from scripts.fault_plan import draw_plan
+from scripts.stress_results import OtherSettings, Result, Results, summarize
+from scripts.struck_run import Target, make_target, run_under
+
+RESULTS = "results.jsonl"
+# A process that hangs is found after this time, and everybody waits for it until then.
+_SOON_SILENT = ("--recovery.silence_timeout_s", "5")
+
+
+class KindList(click.ParamType[tuple[str, ...]]):
+    """Kinds of faults with commas between them."""
+
+    name = "kinds"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
+        kinds = value if isinstance(value, tuple) else tuple(kind.strip() for kind in value.split(","))
+        try:
+            for kind in kinds:
+                check_kind(kind)
+        except ConfigError as error:
+            self.fail(str(error), param, ctx)
+        return kinds
+
+
+@click.command(context_settings=CONTEXT)
+@click.option("--seeds", default=10, show_default=True, type=click.IntRange(min=1), help="How many runs, one a seed.")
+@click.option("--first_seed", default=0, show_default=True, type=click.IntRange(min=0), help="The first of the seeds.")
+@click.option(
+    "--kinds",
+    type=KindList(),
+    default=",".join(KINDS),
+    show_default=True,
+    metavar="KIND,...",
+    help="The faults of each run; a kind that stands here twice strikes twice.",
+)
+@CONFIG
+@click.option("--replicas", type=click.IntRange(min=2), help="Replicas of each run. [default: what the config says]")
+@click.option(
+    "--gap_steps",
+    default=150,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Least inner steps from one fault to the next; a replica must be able to come back in that time.",
+)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder for the results and the runs that failed. One that has results already is gone on with: seeds "
+    "that it holds are not run again. [default: a new one, outputs/stress-<time>]",
+)
+@click.option("--keep", is_flag=True, help="Keep the folders of all runs, not only of those that failed.")
+@JSON
+@FLAGS
+def stress(
+    seeds: int,
+    first_seed: int,
+    kinds: tuple[str, ...],
+    config: str,
+    replicas: int | None,
+    gap_steps: int,
+    out: Path | None,
+    keep: bool,
+    as_json: bool,
+    flags: tuple[str, ...],
+) -> int:
+    """Runs a training once for each seed. Every run takes all the faults, one after the other, in an order and at
+    replicas, ranks and steps that are drawn from the seed.
+
+    A run passes if it trains to the last step with exit code 0; if every fault happened, was reported with its
+    cause, and its replica trained again; if nothing else failed; if the invariants hold on its log; if its last
+    state was saved; and if it left no process behind. A fault whose replica was still on its way when the others
+    finished is counted apart.
+
+    FLAGS are further flags of `elastic-train run`. The script itself decides training.steps, debug.seed and
+    faults.at; recovery.silence_timeout_s is 5 unless FLAGS say otherwise.
+
+    Results are written to OUT/results.jsonl run by run. Ctrl-C ends the present run and sums up the others. With
+    --json the last line has: runs, passed, failed (seed: reasons), unfinished (seed: faults), kinds (count,
+    recovered, median_s and worst_s from the fault to the first inner step after it, median of each phase).
+
+    Exit code 0: all passed; 1: one failed; 2: wrong use; 130: interrupted.
+    """
+    shape = () if replicas is None else ("--orchestrator.replicas", str(replicas))
+    target = make_target(config, [*_SOON_SILENT, *shape, *flags])
+    if target.replicas < 2:
+        raise click.UsageError("with a single replica nobody has a peer to come back from: use --replicas")
+    folder = out or Path("outputs") / time.strftime("stress-%Y%m%d-%H%M%S")
+    settings = {
+        "config": Path(config).name,
+        "config_digest": digest(target.resolved),
+        "replicas": target.replicas,
+        "flags": list(target.flags),
+        "kinds": list(kinds),
+        "gap_steps": gap_steps,
+    }
+    try:
+        results = Results(folder / RESULTS, settings)
+    except OtherSettings as error:
+        raise click.UsageError(str(error)) from error
+
+    wanted = range(first_seed, first_seed + seeds)
+    interrupted = False
+    try:
+        for seed in wanted:
+            if seed not in results:
+                results.add(_run(seed, kinds, gap_steps, target, folder, keep))
+            _tell(results.of([seed])[0], folder)
+    except KeyboardInterrupt:
+        interrupted = True
+    finally:
+        results.close()
+
+    summary = summarize(results.of(wanted)) | {"interrupted": interrupted, "note": target.note, "folder": str(folder)}
+    if as_json:
+        click.echo(json.dumps(summary))
+    else:
+        _show(summary)
+    if interrupted:
+        return INTERRUPTED
+    return FAILED if summary["failed"] else PASSED
+
+
+def _run(seed: int, kinds: Sequence[str], gap_steps: int, target: Target, folder: Path, keep: bool) -> Result:
+    plan = draw_plan(random.Random(seed), kinds, replicas=target.replicas, ranks=target.ranks, gap_steps=gap_steps)
+    here = folder / f"seed_{seed}"
+    # A run that was interrupted has left its folder.
+    shutil.rmtree(here, ignore_errors=True)
+    click.echo(f"seed {seed}: {' '.join(map(str, plan.faults))}, {plan.steps} steps", err=True)
+    outcome = run_under(plan, target, here / "run", seed=seed)
+    result = Result(seed=seed, faults=tuple(map(str, plan.faults)), outcome=outcome)
+    if result.passed and not keep:
+        shutil.rmtree(here)
+    return result
+
+
+def _tell(result: Result, folder: Path) -> None:
+    outcome = result.outcome
+    verdict = "passed" if result.passed else "FAILED"
+    click.echo(f"seed {result.seed}: {verdict}, {len(result.faults)} faults in {outcome.wall_s:.0f} s", err=True)
+    for text in outcome.unfinished:
+        click.echo(f"  {text}: its replica was still on its way at the end", err=True)
+    for reason in outcome.reasons:
+        click.echo(f"  {reason}", err=True)
+    if not result.passed:
+        click.echo(f"  see {folder / f'seed_{result.seed}'}", err=True)
+
+
+def _show(summary: Mapping[str, Any]) -> None:
+    click.echo(f"{summary['passed']} of {summary['runs']} runs passed ({summary['note']})")
+    kinds = summary["kinds"]
+    phases = list(dict.fromkeys(phase for figures in kinds.values() for phase in figures["phases"]))
+    table = Table(title="Seconds from the fault, medians", box=None)
+    for name in ("fault", "times", "back", *phases, "worst"):
+        table.add_column(name, justify="left" if name == "fault" else "right")
+    for kind, figures in kinds.items():
+        medians = [seconds(figures["phases"].get(phase)) for phase in phases]
+        table.add_row(kind, str(figures["count"]), str(figures["recovered"]), *medians, seconds(figures["worst_s"]))
+    Console().print(table)
+    for seed, faults in summary["unfinished"].items():
+        click.echo(f"seed {seed}: still on the way back at the end: {', '.join(faults)}")
+    for seed, reasons in summary["failed"].items():
+        for reason in reasons:
+            click.echo(f"seed {seed}: {reason}")
+    click.echo(f"results: {Path(summary['folder']) / RESULTS}")
+
+
+if __name__ == "__main__":
+    main(stress)

@@ -1,0 +1,25 @@
+"""Whole runs, started as a person starts them."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from scripts.launched_run import LaunchedRun
+
+Launch = Callable[..., LaunchedRun]
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Launch]:
+    """Starts runs; at the end of the test none may have left a process."""
+    runs: list[LaunchedRun] = []
+
+    def start(config: str, *flags: str, name: str = "run") -> LaunchedRun:
+        run = LaunchedRun(config, tmp_path / name, flags)
+        runs.append(run)
+        return run
+
+    yield start
+    leaks = [process for run in runs for process in run.end()]
+    assert not leaks, f"runs that had ended left processes: {leaks}"
