@@ -340,7 +340,7 @@ class RunFold:
             slot.view = replace(
                 slot.view,
                 step=step,
-                outer_step=record.get("outer_step", slot.view.outer_step),
+                outer_step=max(record.get("outer_step", 0), slot.view.outer_step),
                 loss=loss,
                 grad_norm=_number(record, "grad_norm"),
                 tps=_number(record, "tps"),

@@ -11,23 +11,25 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 from rich.table import Table
 
-from scripts.command_line import CONFIG, CONTEXT, FAILED, FLAGS, JSON, PASSED, main, seconds
+from scripts.command_line import CONFIG, CONTEXT, FAILED, FLAGS, JSON, PASSED, main, seconds, show_table
 from scripts.fault_plan import draw_plan
 from scripts.figures import recovery_figures
 from scripts.struck_run import make_target, run_under
 
 
 @click.command(context_settings=CONTEXT)
-@click.option("--kills", default=5, show_default=True, type=click.IntRange(min=1), help="How many SIGKILLs.")
+@click.option(
+    "--kills", default=5, show_default=True, type=click.IntRange(min=1), metavar="N", help="How many SIGKILLs."
+)
 @CONFIG
 @click.option(
     "--gap_steps",
     default=150,
     show_default=True,
     type=click.IntRange(min=1),
+    metavar="N",
     help="Least inner steps from one to the next; a replica must be able to come back in that time.",
 )
 @click.option("--seed", default=0, show_default=True, help="Decides which replicas are killed, and at which steps.")
@@ -100,7 +102,7 @@ def _show(figures: Mapping[str, Any]) -> None:
     wait = (seconds(figures["survivor_wait_median_s"]), seconds(figures["survivor_wait_worst_s"]))
     table.add_row("others waited in the sync of its return", *wait)
     table.add_row("others waited in a sync without it", "", seconds(figures["survivor_outage_wait_worst_s"]))
-    Console().print(table)
+    show_table(table)
     for reason in figures["failed"]:
         click.echo(f"not to be trusted: {reason}")
     click.echo(f"run: {figures['run_dir']}")

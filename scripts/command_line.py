@@ -8,8 +8,12 @@ from types import FrameType
 from typing import Any, NoReturn
 
 import click
+from rich.console import Console
+from rich.table import Table
 
 from elastic_train.config import ConfigError
+
+_PIPE_WIDTH = 130
 
 PASSED, FAILED, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
 
@@ -51,6 +55,12 @@ def main(command: click.Command) -> NoReturn:
 def seconds(value: float | None) -> str:
     """A duration in a table."""
     return "-" if value is None else f"{value:.2f}"
+
+
+def show_table(table: Table) -> None:
+    """Print a table, in a pipe as wide as in a terminal that has room for it."""
+    in_terminal = Console().is_terminal
+    Console(width=None if in_terminal else _PIPE_WIDTH).print(table)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

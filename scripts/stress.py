@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 from rich.table import Table
 
 from elastic_train.config import ConfigError, digest
 from elastic_train.config.faults import KINDS, check_kind
-from scripts.command_line import CONFIG, CONTEXT, FAILED, FLAGS, INTERRUPTED, JSON, PASSED, main, seconds
+from scripts.command_line import CONFIG, CONTEXT, FAILED, FLAGS, INTERRUPTED, JSON, PASSED, main, seconds, show_table
 from scripts.fault_plan import draw_plan
 from scripts.stress_results import OtherSettings, Result, Results, summarize
 from scripts.struck_run import Target, make_target, run_under
@@ -42,8 +41,17 @@ class KindList(click.ParamType[tuple[str, ...]]):
 
 
 @click.command(context_settings=CONTEXT)
-@click.option("--seeds", default=10, show_default=True, type=click.IntRange(min=1), help="How many runs, one a seed.")
-@click.option("--first_seed", default=0, show_default=True, type=click.IntRange(min=0), help="The first of the seeds.")
+@click.option(
+    "--seeds", default=10, show_default=True, type=click.IntRange(min=1), metavar="N", help="How many runs, one a seed."
+)
+@click.option(
+    "--first_seed",
+    default=0,
+    show_default=True,
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="The first of the seeds.",
+)
 @click.option(
     "--kinds",
     type=KindList(),
@@ -53,12 +61,15 @@ class KindList(click.ParamType[tuple[str, ...]]):
     help="The faults of each run; a kind that stands here twice strikes twice.",
 )
 @CONFIG
-@click.option("--replicas", type=click.IntRange(min=2), help="Replicas of each run. [default: what the config says]")
+@click.option(
+    "--replicas", type=click.IntRange(min=2), metavar="N", help="Replicas of each run. [default: what the config says]"
+)
 @click.option(
     "--gap_steps",
     default=150,
     show_default=True,
     type=click.IntRange(min=1),
+    metavar="N",
     help="Least inner steps from one fault to the next; a replica must be able to come back in that time.",
 )
 @click.option(
@@ -122,8 +133,11 @@ def stress(
     try:
         for seed in wanted:
             if seed not in results:
-                results.add(_run(seed, kinds, gap_steps, target, folder, keep))
-            _tell(results.of([seed])[0], folder)
+                results.add(_run(seed, kinds, gap_steps, target, folder))
+            (result,) = results.of([seed])
+            _tell(result, folder)
+            if result.passed and not keep:
+                shutil.rmtree(_folder_of(seed, folder), ignore_errors=True)
     except KeyboardInterrupt:
         interrupted = True
     finally:
@@ -139,17 +153,18 @@ def stress(
     return FAILED if summary["failed"] else PASSED
 
 
-def _run(seed: int, kinds: Sequence[str], gap_steps: int, target: Target, folder: Path, keep: bool) -> Result:
+def _run(seed: int, kinds: Sequence[str], gap_steps: int, target: Target, folder: Path) -> Result:
     plan = draw_plan(random.Random(seed), kinds, replicas=target.replicas, ranks=target.ranks, gap_steps=gap_steps)
-    here = folder / f"seed_{seed}"
+    here = _folder_of(seed, folder)
     # A run that was interrupted has left its folder.
     shutil.rmtree(here, ignore_errors=True)
     click.echo(f"seed {seed}: {' '.join(map(str, plan.faults))}, {plan.steps} steps", err=True)
     outcome = run_under(plan, target, here / "run", seed=seed)
-    result = Result(seed=seed, faults=tuple(map(str, plan.faults)), outcome=outcome)
-    if result.passed and not keep:
-        shutil.rmtree(here)
-    return result
+    return Result(seed=seed, faults=tuple(map(str, plan.faults)), outcome=outcome)
+
+
+def _folder_of(seed: int, folder: Path) -> Path:
+    return folder / f"seed_{seed}"
 
 
 def _tell(result: Result, folder: Path) -> None:
@@ -161,7 +176,7 @@ def _tell(result: Result, folder: Path) -> None:
     for reason in outcome.reasons:
         click.echo(f"  {reason}", err=True)
     if not result.passed:
-        click.echo(f"  see {folder / f'seed_{result.seed}'}", err=True)
+        click.echo(f"  see {_folder_of(result.seed, folder)}", err=True)
 
 
 def _show(summary: Mapping[str, Any]) -> None:
@@ -174,7 +189,7 @@ def _show(summary: Mapping[str, Any]) -> None:
     for kind, figures in kinds.items():
         medians = [seconds(figures["phases"].get(phase)) for phase in phases]
         table.add_row(kind, str(figures["count"]), str(figures["recovered"]), *medians, seconds(figures["worst_s"]))
-    Console().print(table)
+    show_table(table)
     for seed, faults in summary["unfinished"].items():
         click.echo(f"seed {seed}: still on the way back at the end: {', '.join(faults)}")
     for seed, reasons in summary["failed"].items():

@@ -14,13 +14,16 @@ from torchft.coordination import LighthouseServer
 
 from elastic_train.config import DilocoConfig
 from elastic_train.device import Device
-from elastic_train.diloco.engine import COLD_START_STEP
+from elastic_train.diloco.engine import COLD_START_STEP, SyncHooks
 from elastic_train.diloco.torchft_engine import TorchftEngine
 from elastic_train.peer_ckpt.http import MeteredHTTPTransport
 from elastic_train.replica.membership import Quorum, ReplicaManager, Seat, make_group, make_manager
 
 HOST = "127.0.0.1"
 OUTER = DilocoConfig(sync_every=2, outer_lr=0.7, outer_momentum=0.9, timeout_s=5.0, quorum_timeout_s=60.0)
+NOTHING_READ = SyncHooks(
+    at_point=lambda point: None, progress=lambda: torch.zeros(1, 4, dtype=torch.int64), on_state=lambda: None
+)
 
 
 @contextlib.contextmanager
@@ -59,7 +62,7 @@ def member(
     first_step: int = COLD_START_STEP,
     export_state: Callable[[], dict[str, object]] = dict,
     load_state: Callable[[dict[str, object]], None] = lambda state: None,
-    hook: Callable[[str], None] = lambda point: None,
+    hooks: SyncHooks = NOTHING_READ,
     on_quorum: Callable[[Quorum], None] = lambda quorum: None,
 ) -> Iterator[Member]:
     """A member of the quorum at ``address``, until the end of the context."""
@@ -76,11 +79,11 @@ def member(
         export_state=export_state,
         load_state=load_state,
         first_step=first_step,
-        hook=hook,
+        hook=hooks.at_point,
         on_quorum=on_quorum,
     )
     try:
-        engine = TorchftEngine(manager, fragments, inner, config, pin_memory=False, hook=hook)
+        engine = TorchftEngine(manager, fragments, inner, config, pin_memory=False, hooks=hooks)
         yield Member(manager=manager, engine=engine, transport=transport)
     finally:
         manager.shutdown(wait=False)

@@ -15,6 +15,18 @@ COLD_START_STEP = 1
 """torchft's step counter at outer step 0. A joiner's starts at 0: it is always behind, and must heal."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class SyncHooks:
+    """What an engine asks of the trainer that it works for."""
+
+    at_point: FaultHook
+    progress: Callable[[], torch.Tensor]
+    """int64 ``[virtual_shards, 4]``: what this replica read since its last commit (``PositionTable.delta``). Asked
+    for after the quorum, which may have replaced this replica's state."""
+    on_state: Callable[[], None]
+    """A peer's state is in place, before any data is exchanged."""
+
+
 class SyncFailed(RuntimeError):
     """More syncs failed in a row than ``diloco.max_retries`` allows; the replica must restart and heal."""
 
@@ -35,7 +47,7 @@ class Sync:
     wait_s: float
     """Seconds from the announcement to the quorum."""
     reduce_s: float
-    """Seconds from the quorum to the end of the attempt."""
+    """Seconds of this rank's own work on the attempt after the quorum, overlapped inner steps left out."""
     bytes: int
     """Bytes of the pseudo-gradient that this rank gave to the reduction."""
     cause: str | None = None
@@ -59,12 +71,8 @@ class OuterSync(ABC):
         """
 
     @abstractmethod
-    def join(self, progress: torch.Tensor, on_state: Callable[[], None]) -> Sync:
-        """Enter a running quorum with a peer's state and take part in the sync that it was formed for.
-
-        Args:
-            progress: int64 ``[virtual_shards, 4]``, zeros: a joiner has read nothing yet.
-            on_state: called when the peer's state is in place, before any data is exchanged.
+    def join(self) -> Sync:
+        """Enter a running quorum, take a peer's state, and take part in the sync that it was formed for.
 
         Raises:
             NoPeerState: the quorum had no member with a committed state, or its transfer failed.
@@ -75,12 +83,10 @@ class OuterSync(ABC):
         """Called ``diloco.overlap_steps`` inner steps before the end of the interval, if that is not 0."""
 
     @abstractmethod
-    def sync(self, progress: torch.Tensor) -> Sync:
+    def sync(self) -> Sync:
         """Carry out the outer sync at the end of an interval.
 
-        Args:
-            progress: int64 ``[virtual_shards, 4]``, what this replica read since the last commit (see
-                ``replica.data.PositionTable.delta``); the sum over all replicas comes back in the result.
+        A replica that turns out to be behind takes a peer's state first; what it trained in the interval is lost.
 
         Raises:
             SyncFailed: too many attempts failed in a row.
@@ -89,6 +95,10 @@ class OuterSync(ABC):
     @abstractmethod
     def anchor(self) -> dict[str, torch.Tensor]:
         """The anchor's shards of this rank by parameter name. Views: copy what must outlive the next sync."""
+
+    @abstractmethod
+    def momentum(self) -> dict[str, torch.Tensor]:
+        """The outer momentum by fragment and parameter name, sharded like the parameters; empty at first."""
 
     @abstractmethod
     def export_state(self) -> dict[str, object]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -21,11 +21,11 @@ from torchft.manager import Manager
 from elastic_train.config import DilocoConfig
 from elastic_train.diloco.engine import (
     COLD_START_STEP,
-    FaultHook,
     NoPeerState,
     OuterSync,
     Sync,
     SyncFailed,
+    SyncHooks,
 )
 from elastic_train.peer_ckpt.shards import export_optimizer, export_tensors, load_optimizer, load_tensors
 
@@ -50,7 +50,7 @@ class TorchftEngine(OuterSync):
         config: DilocoConfig,
         *,
         pin_memory: bool,
-        hook: FaultHook,
+        hooks: SyncHooks,
     ) -> None:
         """
         Args:
@@ -58,11 +58,10 @@ class TorchftEngine(OuterSync):
             fragments: modules that together hold every parameter once, in the order in which they sync.
             inner_optimizer: only kept by stock DiLoCo; its hooks are not used.
             pin_memory: pin the host copy of the anchor, on accelerators.
-            hook: called at ``reduce``.
         """
         self._manager = manager
         self._config = config
-        self._hook = hook
+        self._hooks = hooks
         self._outer = [
             torch.optim.SGD(
                 [p for p in fragment.parameters() if p.requires_grad],
@@ -85,7 +84,9 @@ class TorchftEngine(OuterSync):
         )
         self._modules = list(fragments)
         self._failures = 0
-        self._prepared_wait: float | None = None
+        self._state_loaded = False
+        self._prepared: tuple[float, float] | None = None
+        """Seconds waited and worked by ``prepare``, while its reduction is in flight."""
 
     @property
     def outer_step(self) -> int:
@@ -98,32 +99,45 @@ class TorchftEngine(OuterSync):
     def enter(self) -> None:
         self._manager.start_quorum()
 
-    def join(self, progress: torch.Tensor, on_state: Callable[[], None]) -> Sync:
-        wait_s = self._announce()
+    def join(self) -> Sync:
+        self.prepare()
+        return self.sync()
+
+    def prepare(self) -> None:
+        began = time.monotonic()
+        self._state_loaded = False
+        self._manager.start_quorum()
+        wait_s = time.monotonic() - began
         if self._manager.current_step() < COLD_START_STEP:
             error = self._manager.errored()
             reason = f"the transfer failed: {error.original_exception}" if error else "no member has state"
             raise NoPeerState(f"entered a quorum but got no state from a peer: {reason}")
-        on_state()
-        self._start_reduction()
-        return self._finish(progress, wait_s)
+        if self._state_loaded:
+            self._hooks.on_state()
+        self._diloco._fragments[self._fragment_id].prepare_sync()
+        self._hooks.at_point("reduce")
+        self._prepared = (wait_s, time.monotonic() - began - wait_s)
 
-    def prepare(self) -> None:
-        self._prepared_wait = self._announce()
-        self._start_reduction()
-
-    def sync(self, progress: torch.Tensor) -> Sync:
-        if self._prepared_wait is None:
+    def sync(self) -> Sync:
+        if self._prepared is None:
             self.prepare()
-        assert self._prepared_wait is not None
-        wait_s, self._prepared_wait = self._prepared_wait, None
-        return self._finish(progress, wait_s)
+        assert self._prepared is not None
+        (wait_s, prepare_s), self._prepared = self._prepared, None
+        return self._finish(wait_s, prepare_s)
 
     def anchor(self) -> dict[str, torch.Tensor]:
         return {
             f"{i}.{name}": tensor
             for i, fragment in enumerate(self._diloco._fragments)
             for name, tensor in fragment.original_parameters.items()
+        }
+
+    def momentum(self) -> dict[str, torch.Tensor]:
+        return {
+            f"{i}.{name}": optimizer.state[parameter]["momentum_buffer"]
+            for i, (module, optimizer) in enumerate(zip(self._modules, self._outer, strict=True))
+            for name, parameter in module.named_parameters()
+            if optimizer.state.get(parameter)
         }
 
     def export_state(self) -> dict[str, object]:
@@ -133,24 +147,16 @@ class TorchftEngine(OuterSync):
         }
 
     def load_state(self, state: dict[str, object]) -> None:
+        self._state_loaded = True
         load_tensors(self.anchor().items(), state["anchor"])  # type: ignore[arg-type]
         for optimizer, source in zip(self._outer, state["momentum"], strict=True):  # type: ignore[call-overload]
             load_optimizer(optimizer, source)
 
-    def _announce(self) -> float:
-        began = time.monotonic()
-        self._manager.start_quorum()
-        return time.monotonic() - began
-
-    def _start_reduction(self) -> None:
-        self._diloco._fragments[self._fragment_id].prepare_sync()
-        self._hook("reduce")
-
-    def _finish(self, progress: torch.Tensor, wait_s: float) -> Sync:
+    def _finish(self, wait_s: float, prepare_s: float) -> Sync:
         began = time.monotonic()
         fragment_id = self._fragment_id
         fragment = self._diloco._fragments[fragment_id]
-        total = progress.to(self._manager_device())
+        total = self._hooks.progress().to(self._device)
         self._manager.allreduce(total, reduce_op=ReduceOp.SUM).wait()
         committed = fragment.perform_sync()
         error = self._manager.errored()
@@ -163,11 +169,12 @@ class TorchftEngine(OuterSync):
             outer_step=self.outer_step,
             progress=total.cpu(),
             wait_s=wait_s,
-            reduce_s=time.monotonic() - began,
+            reduce_s=prepare_s + time.monotonic() - began,
             bytes=sum(t.numel() * t.element_size() for t in fragment.original_parameters.values()),
             cause=cause,
         )
 
-    def _manager_device(self) -> torch.device:
+    @property
+    def _device(self) -> torch.device:
         """Where the cross-replica group wants its tensors: with the parameters."""
         return next(self._modules[0].parameters()).device

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
-from monarch.actor import Actor, endpoint
+from monarch.actor import Actor, concurrent_endpoint
 
 from elastic_train.config import LighthouseConfig
 from elastic_train.process_log import print_to
@@ -19,7 +20,7 @@ class LighthouseActor(Actor):
         self._config = config
         self._server: Any = None
 
-    @endpoint
+    @concurrent_endpoint
     async def start(self) -> str:
         """Listen, and return the address, ``http://host:port``.
 
@@ -39,7 +40,12 @@ class LighthouseActor(Actor):
         port = self._server.address().rsplit(":", 1)[1]
         return f"http://{config.host}:{port}"
 
-    @endpoint
+    @concurrent_endpoint
+    async def serve(self) -> None:
+        """Never returns; a caller that waits for it learns when this process is gone."""
+        await asyncio.Event().wait()
+
+    @concurrent_endpoint
     async def shut_down(self) -> None:
         """Stop listening."""
         if self._server is not None:

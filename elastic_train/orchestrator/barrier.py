@@ -32,10 +32,6 @@ class ColdStart:
         """Wait for the release."""
         await self._release.wait()
 
-    def leave(self, slot: int) -> None:
-        """A slot that was ready failed while it waited."""
-        self._ready.discard(slot)
-
     def give_up(self, slot: int) -> None:
         """Nobody waits for ``slot`` any more: it was retired."""
         self._ready.discard(slot)

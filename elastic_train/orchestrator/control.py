@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import shutil
 import socket
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from elastic_train.config import EnvironmentProblem
+
+logger = logging.getLogger(__name__)
 
 Request = dict[str, Any]
 Reply = dict[str, Any]
@@ -38,14 +41,19 @@ class ControlServer:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            request = json.loads(await asyncio.wait_for(reader.readline(), _ANSWER_S))
-            reply = await self._answer(request)
-        except (ValueError, KeyError, TypeError, TimeoutError) as error:
-            reply = {"ok": False, "text": f"the request cannot be understood: {error}"}
+        reply = await self._reply(reader)
         writer.write(json.dumps(reply).encode() + b"\n")
         await writer.drain()
         writer.close()
+
+    async def _reply(self, reader: asyncio.StreamReader) -> Reply:
+        try:
+            return await self._answer(json.loads(await asyncio.wait_for(reader.readline(), _ANSWER_S)))
+        except (ValueError, KeyError, TypeError, TimeoutError) as error:
+            return {"ok": False, "text": f"the request cannot be understood: {error}"}
+        except Exception as error:
+            logger.exception("a request failed")
+            return {"ok": False, "text": f"the request failed: {error}"}
 
 
 def ask(run_dir: Path, request: Request) -> Reply:
@@ -67,7 +75,7 @@ def ask(run_dir: Path, request: Request) -> Reply:
             with connection.makefile() as answers:
                 reply: Reply = json.loads(answers.readline())
                 return reply
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise EnvironmentProblem(
             f"no living run in {run_dir}: start one with `elastic-train run`, or name its folder"
         ) from error

@@ -19,6 +19,7 @@ from elastic_train.metrics import RunFold
 from elastic_train.orchestrator.control import ControlServer, Reply, Request
 from elastic_train.orchestrator.end import RunEnd
 from elastic_train.orchestrator.slot import ReplicaSlot, RunContext, SlotEnd
+from elastic_train.replica.process_end import of_process
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +35,7 @@ class OrchestrationManager:
         self._name = name
         self._fold = RunFold()
         run.log.subscribe(self._fold.apply)
+        run.on_metrics.append(self._fold.apply_metrics)
         slots = range(run.config.orchestrator.replicas)
         self._slots = [ReplicaSlot(slot, run, self._others_live) for slot in slots]
         self._lighthouse: Any = None
@@ -91,12 +93,30 @@ class OrchestrationManager:
                 self._run.config.orchestrator.start_timeout_s, self._run.config.lighthouse.min_replicas
             )
         )
+        follow, lost = (
+            asyncio.ensure_future(self._follow(slots, release)),
+            asyncio.ensure_future(self._lighthouse_lost()),
+        )
         try:
-            return await self._follow(slots, release)
+            done, _ = await asyncio.wait({follow, lost}, return_when=asyncio.FIRST_COMPLETED)
+            return done.pop().result()
         finally:
-            for task in (*slots, release):
+            for task in (*slots, release, follow, lost):
                 task.cancel()
-            await asyncio.gather(*slots, release, return_exceptions=True)
+            await asyncio.gather(*slots, release, follow, lost, return_exceptions=True)
+
+    async def _lighthouse_lost(self) -> RunEnd:
+        """Returns when our own Lighthouse is gone: without it no replica ever gets a quorum again."""
+        if self._lighthouse is None:
+            await asyncio.Event().wait()
+        try:
+            await result(self._lighthouse.serve.call_one())
+        except Exception as error:
+            end = of_process(str(error))
+            cause, reason = (end.cause, end.error) if end else ("exception", str(error).splitlines()[-1])
+            self._run.log.emit("lighthouse_lost", cause=cause, error=reason)
+            return RunEnd(status="failed", cause=cause, reason=f"the Lighthouse is gone: {reason}")
+        raise AssertionError("serve never returns")
 
     async def _follow(self, slots: dict[asyncio.Task[SlotEnd], ReplicaSlot], release: asyncio.Task[Any]) -> RunEnd:
         """Wait for the slots to end; once one has trained to the end, the others soon must."""
@@ -133,11 +153,9 @@ class OrchestrationManager:
                         slots[task].apply(Trigger.PEERS_FINISHED)
         if await self._save_last_state():
             return RunEnd(status="succeeded")
-        return RunEnd(
-            status="failed",
-            cause=last.cause if last else None,
-            reason=(last.reason if last else None) or "no replica could write the last state",
-        )
+        if last is not None and last.cause is not None:
+            return RunEnd(status="failed", cause=last.cause, reason=f"no replica is left: {last.reason}")
+        return RunEnd(status="failed", cause="exception", reason="no replica could write the last state")
 
     async def _save_last_state(self) -> bool:
         """One of the replicas that trained to the end writes what they all hold; the next one if it cannot."""

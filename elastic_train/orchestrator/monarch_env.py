@@ -7,7 +7,8 @@ monarch is imported, here and so, by inheritance, in every process that it start
 from __future__ import annotations
 
 import os
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
+from pathlib import Path
 
 SETTINGS = {
     "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "500ms",
@@ -30,13 +31,20 @@ def configure(environ: MutableMapping[str, str] = os.environ) -> None:
         environ.setdefault(name, value)
 
 
-def trainer_environment(ranks_on_host: int, cores: int, *, loopback: bool) -> dict[str, str]:
-    """Variables for trainer processes: each gets its share of the cores, and on one machine gloo stays on loopback."""
-    environment = {
-        "OMP_NUM_THREADS": str(max(1, cores // ranks_on_host)),
-        "TOKENIZERS_PARALLELISM": "false",
-        "PYTHONUNBUFFERED": "1",
-    }
-    if loopback:
+def trainer_environment(
+    slot: int, *, replicas: int, procs: int, cores: int, one_machine: bool, environ: Mapping[str, str] = os.environ
+) -> dict[str, str]:
+    """Variables for the trainer processes of a replica.
+
+    Where all replicas share a machine, each process gets its share of the cores, each replica its own accelerators
+    of those that are visible, and gloo stays on the loopback interface.
+    """
+    environment = {"TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+    sharing = replicas * procs if one_machine else procs
+    environment["OMP_NUM_THREADS"] = str(max(1, cores // sharing))
+    if one_machine:
         environment["GLOO_SOCKET_IFNAME"] = "lo"
+        name = "HIP_VISIBLE_DEVICES" if Path("/dev/kfd").exists() else "CUDA_VISIBLE_DEVICES"
+        every = environ[name].split(",") if environ.get(name) else [str(index) for index in range(replicas * procs)]
+        environment[name] = ",".join(every[slot * procs : (slot + 1) * procs])
     return environment

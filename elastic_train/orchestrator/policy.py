@@ -6,6 +6,7 @@ without a process, a clock or a random number of its own.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -19,6 +20,7 @@ _NEEDS_ANOTHER_HOST = frozenset({"host_lost", "device_error"})
 _NOT_THE_PROGRAM = frozenset({"host_lost", "preempted"})
 # 2**64 times any initial delay is past every bound, and a larger exponent would overflow a float.
 _LARGEST_EXPONENT = 64
+_NUMBER = re.compile(r"\d+(\.\d+)?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,8 +137,13 @@ def _repeats(failures: Sequence[Failure]) -> int:
     if last.cause in _NOT_THE_PROGRAM:
         return 0
     telling = (f for f in reversed(failures) if f.cause not in _NOT_THE_PROGRAM)
-    same = takewhile(lambda f: (f.error, f.step) == (last.error, last.step), telling)
+    same = takewhile(lambda f: (_signature(f), f.step) == (_signature(last), last.step), telling)
     return sum(1 for _ in same)
+
+
+def _signature(failure: Failure) -> str:
+    """What stays the same when the same thing happens again: seconds, addresses and counts do not."""
+    return _NUMBER.sub("#", failure.error)
 
 
 def _give_up(failure: Failure, why: str, live: int, min_replicas: int) -> Decision:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-import os
 import secrets
 import signal
 import socket
@@ -47,9 +46,7 @@ def run(config: RunConfig, notes: tuple[str, ...], *, name: str, run_dir: Path |
     Raises:
         EnvironmentProblem: this machine cannot run this config.
     """
-    check_dataset(config.training.dataset, config.training.dataset_path)
-    if config.validation.enable:
-        check_dataset(config.validation.dataset, config.validation.dataset_path)
+    _check_datasets(config)
     check_tokenizer(config.model.hf_assets_path)
     _check_port(config)
     config = _with_seed(config)
@@ -81,8 +78,6 @@ async def _run(config: RunConfig, notes: tuple[str, ...], folder: runfolder.RunF
     log = EventLog(folder.events, clock)
     log.subscribe(view.on_event)
     scheduler = make_scheduler(config.scheduler)
-    ranks = config.orchestrator.replicas * config.orchestrator.procs_per_replica
-    environment = monarch_env.trainer_environment(ranks, os.cpu_count() or 1, loopback=scheduler.loopback)
     context = RunContext(
         config=config,
         folder=folder,
@@ -92,8 +87,7 @@ async def _run(config: RunConfig, notes: tuple[str, ...], folder: runfolder.RunF
         scheduler=scheduler,
         barrier=ColdStart(config.orchestrator.replicas),
         host=config.peer_ckpt.advertise_host or ("127.0.0.1" if scheduler.loopback else socket.gethostname()),
-        environment=tuple(environment.items()),
-        on_metrics=view.on_metrics,
+        on_metrics=[view.on_metrics],
     )
     interrupted = _interruption()
     for note in notes:
@@ -122,12 +116,25 @@ def _with_seed(config: RunConfig) -> RunConfig:
     return dataclasses.replace(config, debug=dataclasses.replace(config.debug, seed=secrets.randbelow(2**31)))
 
 
+def _check_datasets(config: RunConfig) -> None:
+    check_dataset(config.training.dataset, config.training.dataset_path)
+    if not config.validation.enable:
+        return
+    try:
+        check_dataset(config.validation.dataset, config.validation.dataset_path)
+    except EnvironmentProblem as problem:
+        # The keys to blame have the same names in their own section.
+        raise EnvironmentProblem(str(problem).replace("training.dataset", "validation.dataset")) from problem
+
+
 def _check_port(config: RunConfig) -> None:
     settings = config.lighthouse
     if settings.address or not settings.port:
         return
     try:
-        socket.create_server((settings.host, settings.port)).close()
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((settings.host, settings.port))
     except OSError as error:
         raise EnvironmentProblem(
             f"lighthouse.port = {settings.port} cannot be used on {settings.host} ({error.strerror}): "

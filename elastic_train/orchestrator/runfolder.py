@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,32 +59,39 @@ def create(config: RunConfig, name: str, run_dir: Path | None) -> RunFolder:
     Raises:
         EnvironmentProblem: the folder cannot be written, or holds a run already.
     """
-    chosen = run_dir or _unused(Path(config.job.dump_folder), name)
-    folder = RunFolder(chosen.absolute())
-    if folder.events.exists():
-        raise EnvironmentProblem(f"{folder.path} holds a run already: choose another --run_dir")
+    target = (run_dir or Path(config.job.dump_folder)).absolute()
     try:
+        folder = RunFolder(target if run_dir else _make_unused(target, name))
+        if folder.events.exists():
+            raise EnvironmentProblem(f"{folder.path} holds a run already: choose another --run_dir")
         (folder.path / "logs").mkdir(parents=True, exist_ok=True)
         (folder.path / "segments").mkdir(exist_ok=True)
         (folder.path / "config.toml").write_text(to_toml(config))
         _point_latest_to(folder.path)
     except OSError as error:
         raise EnvironmentProblem(
-            f"cannot write the run folder {folder.path} ({error.strerror}): "
+            f"cannot write the run folder {target} ({error.strerror}): "
             "set job.dump_folder or --run_dir to a folder that you may write"
         ) from error
     return folder
 
 
-def _unused(parent: Path, name: str) -> Path:
+def _make_unused(parent: Path, name: str) -> Path:
+    """Make a folder that is not there yet, also when another run does the same in this moment."""
     stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{_NOT_IN_A_NAME.sub('-', name)}"
-    candidates = (parent / (stem if n == 1 else f"{stem}-{n}") for n in range(1, 1000))
-    return next(path for path in candidates if not path.exists())
+    parent.mkdir(parents=True, exist_ok=True)
+    path, number = parent / stem, 1
+    while True:
+        try:
+            path.mkdir()
+            return path
+        except FileExistsError:
+            number += 1
+            path = parent / f"{stem}-{number}"
 
 
 def _point_latest_to(path: Path) -> None:
     """Renaming over the old link leaves no moment without one, also when two runs start at once."""
-    staging = path.parent / f".latest-{os.getpid()}"
-    staging.unlink(missing_ok=True)
+    staging = path.parent / f".latest-{secrets.token_hex(8)}"
     staging.symlink_to(path.name)
     staging.rename(path.parent / "latest")

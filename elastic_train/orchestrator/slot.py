@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from elastic_train.events import EventLog, LineFile, Record
 from elastic_train.futures import result, within
 from elastic_train.lifecycle import IllegalTransition, ReplicaLifecycle, ReplicaState, Trigger
 from elastic_train.orchestrator.barrier import ColdStart
+from elastic_train.orchestrator.monarch_env import trainer_environment
 from elastic_train.orchestrator.policy import Failure, Reallocate, RestartInPlace, Retire, Stop, decide
 from elastic_train.orchestrator.runfolder import RunFolder
 from elastic_train.orchestrator.scheduler import Allocation, Scheduler
@@ -54,8 +56,7 @@ class RunContext:
     barrier: ColdStart
     host: str
     """Name under which replicas reach each other."""
-    environment: tuple[tuple[str, str], ...]
-    on_metrics: Callable[[Record], None]
+    on_metrics: list[Callable[[Record], None]]
     """Called with every record of metrics.jsonl."""
     lighthouse: str = ""
     """The Lighthouse's address, once it is known."""
@@ -126,21 +127,28 @@ class ReplicaSlot:
             actor, incarnation = self._actor, self._incarnation
             if actor is None or incarnation is None:
                 return
-            try:
-                part: SegmentPart = await asyncio.wait_for(
-                    result(actor.read_segment.call_one(incarnation, self._offsets)), _ANSWER_S
-                )
-            except Exception as error:
-                # A dead supervisor shows in the call that is pending on it; its successor reads on from here.
-                logger.info("replica %d: its events could not be read: %s", self.slot, error)
-                return
-            self._offsets = part.offsets
-            for event in part.events:
-                self._follow(self._run.log.append(event))
-            for record in part.metrics:
-                self._step = record["step"]
-                self._run.metrics.append(record)
-                self._run.on_metrics(record)
+            while True:
+                try:
+                    part: SegmentPart = await asyncio.wait_for(
+                        result(actor.read_segment.call_one(incarnation, self._offsets)), _ANSWER_S
+                    )
+                except Exception as error:
+                    # A dead supervisor shows in the call that is pending on it; its successor reads on from here.
+                    logger.info("replica %d: its events could not be read: %s", self.slot, error)
+                    return
+                if part.offsets == self._offsets:
+                    return
+                self._take(part)
+
+    def _take(self, part: SegmentPart) -> None:
+        self._offsets = part.offsets
+        for event in part.events:
+            self._follow(self._run.log.append(event))
+        for record in part.metrics:
+            self._step = record["step"]
+            self._run.metrics.append(record)
+            for subscriber in self._run.on_metrics:
+                subscriber(record)
 
     async def inject(self, spec: FaultSpec) -> bool:
         """Pass a fault on to the process it is meant for; False if there is none at the moment."""
@@ -164,13 +172,14 @@ class ReplicaSlot:
 
     async def shut_down(self) -> None:
         """End the slot's processes and give its hosts back."""
-        actor, self._actor = self._actor, None
-        mesh, self._actor_mesh = self._actor_mesh, None
-        if actor is not None:
+        if self._actor is not None:
             grace = self._run.config.recovery.stop_timeout_s
-            await within(grace + _ANSWER_S, actor.shut_down.call_one(grace), f"replica {self.slot} does not shut down")
-        if mesh is not None:
-            await within(_ANSWER_S, mesh.stop("the run ends"), f"replica {self.slot}'s supervisor does not stop")
+            ending = self._actor.shut_down.call_one(grace)
+            await within(grace + _ANSWER_S, ending, f"replica {self.slot} does not shut down")
+            await self.pump()
+        actor_mesh, self._actor, self._actor_mesh = self._actor_mesh, None, None
+        if actor_mesh is not None:
+            await within(_ANSWER_S, actor_mesh.stop("the run ends"), f"replica {self.slot}'s supervisor does not stop")
         if self._allocation is not None:
             await self._run.scheduler.release(self._allocation)
             self._allocation = None
@@ -215,7 +224,7 @@ class ReplicaSlot:
             lighthouse=run.lighthouse,
             host=run.host,
             fired=frozenset(run.fired),
-            environment=run.environment,
+            environment=self._environment(),
         )
         try:
             actor = self._ensure_actor()
@@ -231,6 +240,17 @@ class ReplicaSlot:
             return await result(actor.train.call_one())
         except Exception as error:
             return self._supervisor_lost(error)
+
+    def _environment(self) -> tuple[tuple[str, str], ...]:
+        settings = self._run.config.orchestrator
+        environment = trainer_environment(
+            self.slot,
+            replicas=settings.replicas,
+            procs=settings.procs_per_replica,
+            cores=os.cpu_count() or 1,
+            one_machine=self._run.scheduler.loopback,
+        )
+        return tuple(environment.items())
 
     async def _unless_too_late(self, start: Awaitable[ReplicaFailure | None]) -> ReplicaFailure | None:
         """Wait for a start that the cold start waits for; the release without this slot makes it a failure."""
@@ -312,10 +332,9 @@ class ReplicaSlot:
             cause=lost.cause,
             step=lost.step,
             error=lost.error,
-            t=now,
+            t=self._run.clock.now(),
             healthy_s=0.0 if self._running_since is None else now - self._running_since,
         )
-        run.barrier.leave(self.slot)
         self.apply(Trigger.FAILED)
         decision = decide(
             failure,

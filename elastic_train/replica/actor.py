@@ -168,6 +168,9 @@ class ReplicaActor(Actor):
     @concurrent_endpoint
     async def shut_down(self, stop_timeout_s: float) -> None:
         """End this replica's processes: let them close for so long, then make sure that they are gone."""
+        if self._starting is not None:
+            self._starting.cancel()
+            await asyncio.wait({self._starting})
         if self._trainers is not None:
             close = asyncio.ensure_future(result(self._trainers.close.call()))
             await asyncio.wait({close}, timeout=stop_timeout_s)
@@ -188,7 +191,8 @@ class ReplicaActor(Actor):
         self._reported.clear()
         self._ends.clear()
         try:
-            await self._spawn(incarnation)
+            async with asyncio.timeout(incarnation.config.recovery.start_hang_timeout_s):
+                await self._spawn(incarnation)
         except Exception as error:
             logger.exception("the processes could not be started")
             lost = ReplicaFailure(cause="proc_exit", rank=None, step=0, error=_one_line(error))
@@ -300,7 +304,7 @@ class ReplicaActor(Actor):
             step_s=recovery.hang_timeout_s,
             silence_s=recovery.silence_timeout_s,
         )
-        readers = self._beacons(incarnation)
+        readers, began = self._beacons(incarnation), time.monotonic()
         while True:
             for rank, process in enumerate(self._watches):
                 if process.ended:
@@ -310,6 +314,8 @@ class ReplicaActor(Actor):
                 sample = reader.read()
                 if sample is not None and (words := hang(sample, now, budgets)):
                     return ReplicaFailure(cause="hang", rank=rank, step=sample.step, error=words)
+                if sample is None and now - began > budgets.build_s:
+                    return ReplicaFailure(cause="hang", rank=rank, step=0, error="its process does not even begin")
             await asyncio.sleep(_WATCH_S)
 
     def _beacons(self, incarnation: Incarnation) -> list[BeaconReader]:

@@ -37,6 +37,10 @@ class Phase(IntEnum):
     """Waiting for peers: bounded by them, not by this rank."""
     IDLE = 4
     """Built and waiting for the release, or trained to the end."""
+    SAVE = 5
+    """Writing a durable snapshot."""
+    EVALUATE = 6
+    """Passing over the validation data."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +60,7 @@ class Budgets:
     """Seconds that a rank may spend without moving on."""
 
     build_s: float
+    """Also for a durable snapshot and an evaluation, which take as long as a start may."""
     step_s: float
     silence_s: float
     """Without running any Python code at all."""
@@ -69,8 +74,14 @@ def hang(sample: Sample, now: float, budgets: Budgets) -> str | None:
             f"ran no Python code for {silent:.1f} s in phase {sample.phase.name.lower()} at step {sample.step} "
             "(stopped, or something holds the GIL)"
         )
-    budget = {Phase.BUILD: budgets.build_s, Phase.STEP: budgets.step_s, Phase.SYNC: budgets.step_s}.get(sample.phase)
-    if budget is not None and stuck > budget:
+    match sample.phase:
+        case Phase.BUILD | Phase.SAVE | Phase.EVALUATE:
+            budget = budgets.build_s
+        case Phase.STEP | Phase.SYNC:
+            budget = budgets.step_s
+        case _:
+            return None
+    if stuck > budget:
         return f"did not move on for {stuck:.1f} s in phase {sample.phase.name.lower()} at step {sample.step}"
     return None
 

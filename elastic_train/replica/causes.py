@@ -10,6 +10,7 @@ import torch.distributed as dist
 from elastic_train.config import ConfigError, EnvironmentProblem
 from elastic_train.diloco.engine import NoPeerState, SyncFailed
 from elastic_train.peer_ckpt.shards import StateMismatch
+from elastic_train.replica.control import ReplicaBroken
 from elastic_train.replica.sources import DataError
 
 _DATA_LIBRARIES = ("datasets", "pyarrow", "huggingface_hub")
@@ -23,11 +24,11 @@ _DEVICE_WORDS = re.compile(r"cuda error|hip error|device-side assert|uncorrectab
 
 def of_exception(error: BaseException) -> str:
     """The cause (an entry of ``elastic_train.events.CAUSES``) that an exception in a rank stands for."""
-    if isinstance(error, ConfigError | EnvironmentProblem | StateMismatch):
+    if isinstance(error, ConfigError | EnvironmentProblem):
         return "config_error"
-    if isinstance(error, NoPeerState):
+    if isinstance(error, NoPeerState | StateMismatch):
         return "heal_failed"
-    if isinstance(error, SyncFailed | dist.DistError):
+    if isinstance(error, SyncFailed | ReplicaBroken | dist.DistError):
         return "comm_error"
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, torch.AcceleratorError) or _DEVICE_WORDS.search(text):

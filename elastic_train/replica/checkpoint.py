@@ -36,7 +36,12 @@ def save_checkpoint(
     began = time.monotonic()
     folder = run_dir / config.folder
     target = folder / f"step-{trainer.step}"
-    staging = folder / f".writing-replica_{trainer.incarnation.slot}-{trainer.incarnation.number}"
+    half_written = f".writing-replica_{trainer.incarnation.slot}-"
+    staging = folder / f"{half_written}{trainer.incarnation.number}"
+    if trainer.rank == 0:
+        # What earlier incarnations were writing when they died; other ranks may be writing this one's already.
+        for path in set(folder.glob(f"{half_written}*")) - {staging}:
+            shutil.rmtree(path, ignore_errors=True)
     writer = CheckpointManager.Config(
         enable=True,
         folder=staging.name,
@@ -48,7 +53,7 @@ def save_checkpoint(
         model_parts=trainer.model_parts,
         optimizers=trainer.optimizers,
         lr_schedulers=trainer.lr_schedulers,
-        states={"train_state": trainer},
+        states={"train_state": trainer, "outer_momentum": trainer.engine.momentum()},
         sd_adapter=None,
         base_folder=str(folder),
     )

@@ -73,7 +73,8 @@ class _StreamedShard(Shard):
 
     def texts(self, epoch: int, first: int) -> Iterator[str]:
         if self._step == 1:
-            # Shuffles the shard's files. Where it has none of its own, that would change what it holds.
+            # For a dataset that was shuffled, files come in another order. A shard that has no files of its own would
+            # hold other documents then.
             self._data.set_epoch(epoch)
         records = islice(self._data, self._index + first * self._step, None, self._step)
         while True:

@@ -50,7 +50,12 @@ def translate(config: RunConfig, *, slot: int, run_dir: Path) -> Trainer.Config:
         loss=loss if pipelined or on_cpu else ChunkedLossWrapper.Config(loss_fn=loss),
         hf_assets_path=config.model.hf_assets_path or str(ensure_corpus().tokenizer),
         dump_folder=str(run_dir),
-        profiler=Profiler.Config(**_fields(config.profiling)),
+        # Replicas number their ranks alike, so each needs folders of its own below the run's.
+        profiler=Profiler.Config(
+            **_fields(config.profiling, without=("save_traces_folder", "save_memory_snapshot_folder")),
+            save_traces_folder=f"{config.profiling.save_traces_folder}/replica_{slot}",
+            save_memory_snapshot_folder=f"{config.profiling.save_memory_snapshot_folder}/replica_{slot}",
+        ),
         metrics=StepMetrics.Config(**_fields(config.metrics), replica=slot),
         dataloader=_dataloader(
             config.training.dataset,
@@ -90,7 +95,8 @@ def translate(config: RunConfig, *, slot: int, run_dir: Path) -> Trainer.Config:
             enable_async_tensor_parallel=parallelism.enable_async_tensor_parallel,
         ),
         comm=CommConfig(
-            **_fields(config.comm, without=("trace_buf_size",)),
+            **_fields(config.comm, without=("trace_buf_size", "save_traces_folder")),
+            save_traces_folder=f"{config.comm.save_traces_folder}/replica_{slot}",
             trace_buf_size=0 if on_cpu else config.comm.trace_buf_size,
         ),
         validator=Validator.Config(

@@ -22,7 +22,7 @@ from torchtitan.distributed.utils import set_pg_timeouts
 from torchtitan.trainer import Trainer
 
 from elastic_train.config import ConfigError
-from elastic_train.diloco.engine import COLD_START_STEP, NoPeerState, OuterSync, Sync
+from elastic_train.diloco.engine import COLD_START_STEP, NoPeerState, OuterSync, Sync, SyncHooks
 from elastic_train.diloco.fragments import split
 from elastic_train.diloco.schedule import OuterSchedule
 from elastic_train.diloco.torchft_engine import TorchftEngine
@@ -32,7 +32,7 @@ from elastic_train.peer_ckpt.shards import combine_hashes, hash_tensors
 from elastic_train.replica.beacon import Beacon, Phase
 from elastic_train.replica.checkpoint import save_checkpoint
 from elastic_train.replica.control import ControlGroup
-from elastic_train.replica.data import DataError, PositionTable
+from elastic_train.replica.data import DataError
 from elastic_train.replica.faults import FaultPlan
 from elastic_train.replica.lr import set_lr_step
 from elastic_train.replica.membership import Quorum, ReplicaManager, Seat, make_group, make_manager
@@ -43,11 +43,20 @@ from elastic_train.replica.titan import translate
 logger = logging.getLogger(__name__)
 
 
+_ON_CPU = (
+    "on a CPU the model trains in float32 and attends across the borders of packed documents: "
+    "there is no fast bfloat16 and no attention kernel with a document mask"
+)
+
+
 class ElasticTrainer(Trainer):
     """A rank that trains, syncs with its peers, and gives or takes state.
 
     Building it does everything that needs no peer. ``run`` then trains to the end of the run.
     """
+
+    step: int
+    """The nominal step (``diloco.schedule``): the inner step of the run that this rank is at."""
 
     def __init__(
         self,
@@ -88,12 +97,15 @@ class ElasticTrainer(Trainer):
         self._first_step_done = False
         self._last_quorum_id: int | None = None
         self._received_hash: int | None = None
+        self._export_error: Exception | None = None
 
         if self.tokenizer.get_vocab_size() > self.model_config.vocab_size:
             raise ConfigError(
                 f"the tokenizer has {self.tokenizer.get_vocab_size()} tokens, the model {config.model.flavor} room for "
                 f"{self.model_config.vocab_size}: set model.hf_assets_path or model.flavor to a pair that fits"
             )
+        if titan_fixes.DEVICE.kind == "cpu" and (incarnation.slot, incarnation.number, self.rank) == (0, 0, 0):
+            events.emit("note", text=_ON_CPU)
         self._store = self._make_store()
         self._group = make_group(config.diloco.backend, titan_fixes.DEVICE, config.diloco.timeout_s)
         faults.abort_groups = self._abort_groups
@@ -145,7 +157,7 @@ class ElasticTrainer(Trainer):
 
     def save(self, *, last: bool) -> None:
         """Write a checkpoint that torchtitan's tools read; all ranks of the replica call it together."""
-        with self.beacon.during(Phase.SYNC):
+        with self.beacon.during(Phase.SAVE):
             path, duration_s = save_checkpoint(self, self.run_config.checkpoint, self.incarnation.run_dir, last=last)
         if self.rank == 0:
             self.events.emit(
@@ -179,7 +191,8 @@ class ElasticTrainer(Trainer):
         self._tokens_trained += tokens
         self._interval_tokens += tokens
         if self.config.validator.enable and self.validator.should_validate(self.step):
-            self.validator.validate(self.model_parts, self.step)
+            with self.beacon.during(Phase.EVALUATE):
+                self.validator.validate(self.model_parts, self.step)
         if not self._first_step_done:
             self._first_step_done = True
             set_pg_timeouts(timedelta(seconds=self.config.comm.train_timeout_seconds), self.parallel_dims)
@@ -212,29 +225,33 @@ class ElasticTrainer(Trainer):
     # -- the outer sync ------------------------------------------------------------------------------------------
 
     def _sync(self) -> None:
+        self._settle(self.engine.sync())
+
+    def _progress(self) -> torch.Tensor:
+        """What this replica read since the last commit, summed over the ranks that read."""
         mine = self.dataloader.positions().delta(self.dataloader.committed)
-        progress = self.control.sum(mine if self._reads_data else torch.zeros_like(mine))
-        outcome = self.engine.sync(progress)
-        self._settle(outcome)
+        return self.control.sum(mine if self._reads_data else torch.zeros_like(mine))
 
     def _settle(self, outcome: Sync) -> None:
         """Bring step, LR and data to where the sync left the run."""
+        if self.step != self.schedule.start(outcome.outer_step):
+            # A failed sync of stock DiLoCo goes back to the anchor; a joiner under overlap comes in before the end.
+            self.step = self.schedule.start(outcome.outer_step)
+            set_lr_step(self.lr_schedulers, self.step)
         if outcome.committed:
             self._failed_syncs = 0
             self.dataloader.commit(self.dataloader.committed.plus(outcome.progress))
             self._log_commit(outcome)
         else:
-            # Stock DiLoCo went back to the anchor; the interval is trained again from the committed position.
             self._failed_syncs += 1
-            self.step = self.schedule.start(outcome.outer_step)
-            set_lr_step(self.lr_schedulers, self.step)
             self.dataloader.restore(self.dataloader.committed)
             if self.rank == 0:
                 self.events.emit(
                     "sync_retried",
-                    outer_step=outcome.outer_step,
+                    outer_step=outcome.outer_step + 1,
                     attempt=self._failed_syncs,
-                    cause=outcome.cause,
+                    cause="comm_error",
+                    error=outcome.cause,
                     duration_s=round(outcome.wait_s + outcome.reduce_s, 4),
                 )
         self._interval_tokens = 0
@@ -273,9 +290,7 @@ class ElasticTrainer(Trainer):
 
     def _join(self) -> None:
         self._enter_membership(first_step=0)
-        nothing_read = PositionTable.start(self.run_config.training.dataloader.virtual_shards)
-        outcome = self.engine.join(nothing_read.delta(nothing_read), self._log_heal)
-        self._settle(outcome)
+        self._settle(self.engine.join())
 
     def _enter_membership(self, first_step: int) -> None:
         incarnation, config = self.incarnation, self.run_config
@@ -312,7 +327,7 @@ class ElasticTrainer(Trainer):
             self.optimizers,
             config.diloco,
             pin_memory=titan_fixes.DEVICE.pins_memory,
-            hook=self._at_point,
+            hooks=SyncHooks(at_point=self._at_point, progress=self._progress, on_state=self._log_heal),
         )
 
     def _abort_groups(self) -> None:
@@ -338,14 +353,21 @@ class ElasticTrainer(Trainer):
 
     def _on_quorum(self, quorum: Quorum) -> None:
         self.beacon.moved(Phase.SYNC)
+        if self._export_error is not None:
+            raise self._export_error
         if self.rank == 0 and quorum.quorum_id != self._last_quorum_id:
             self.events.emit("quorum_changed", quorum_id=quorum.quorum_id, participants=sorted(quorum.participants))
         self._last_quorum_id = quorum.quorum_id
 
     def _give_state(self) -> dict[str, object]:
         """torchft asks for the state that a joiner gets; the main thread waits for the quorum meanwhile."""
-        self.faults.passing("snapshot", self.step)
-        state = export_state(self)
+        try:
+            self.faults.passing("snapshot", self.step)
+            state = export_state(self)
+        except Exception as error:
+            # torchft would only log it, and the joiner would wait for a state that never comes.
+            self._export_error = error
+            raise
         self.events.emit("state_served", outer_step=self.outer_step, state_hash=f"{state['hash']:x}")
         return state
 

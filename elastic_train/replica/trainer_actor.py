@@ -82,7 +82,7 @@ class TrainerActor(Actor):
         )
         beacon = Beacon(beacon_path(incarnation.run_dir, incarnation.slot, incarnation.number, rank))
         plan = faults.FaultPlan(
-            (FaultSpec.parse(text) for text in incarnation.config.faults.at if text not in incarnation.fired),
+            (spec for spec in map(FaultSpec.parse, incarnation.config.faults.at) if str(spec) not in incarnation.fired),
             replica=incarnation.slot,
             rank=rank,
             announce=lambda spec: events.emit("fault_injected", kind=spec.kind, point=spec.point, spec=str(spec)),

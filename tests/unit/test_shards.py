@@ -1,7 +1,5 @@
 import copy
-import socket
 from collections.abc import Iterator
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -25,6 +23,7 @@ from elastic_train.peer_ckpt.shards import (
     local,
     tensor_bytes,
 )
+from tests.groups import group_of_one
 
 OPTIMIZERS = {
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
@@ -37,14 +36,8 @@ OPTIMIZERS = {
 @pytest.fixture(scope="module")
 def mesh() -> Iterator[dist.DeviceMesh]:
     """A mesh of this process alone, over gloo."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    store = dist.TCPStore("127.0.0.1", port, is_master=True, timeout=timedelta(seconds=30))
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
+    with group_of_one():
         yield init_device_mesh("cpu", (1,))
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.fixture(params=["plain", "sharded"])

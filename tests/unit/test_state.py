@@ -15,6 +15,7 @@ from elastic_train.replica import titan_fixes  # noqa: F401  # isort: skip  (mus
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
 from torchtitan.components.tokenizer import BaseTokenizer
 
+from elastic_train.diloco.engine import SyncHooks
 from elastic_train.peer_ckpt.shards import StateMismatch
 from elastic_train.replica.data import ElasticDataLoader
 from elastic_train.replica.data_position import ShardPosition
@@ -52,7 +53,7 @@ class Rank(SimpleNamespace):
         self.ntokens_seen += labels.numel()
 
     def outer_step(self) -> None:
-        outcome = self.engine.sync(self.dataloader.positions().delta(self.dataloader.committed))
+        outcome = self.engine.sync()
         assert outcome.committed
         self.dataloader.commit(self.dataloader.committed.plus(outcome.progress))
 
@@ -77,7 +78,12 @@ def rank(folder: Path, seed: int, width: int = 8) -> Iterator[Any]:
     loader = ElasticDataLoader.Config(dataset=str(text), virtual_shards=SHARDS).build(
         dp_world_size=1, dp_rank=0, tokenizer=ByteTokenizer(), seq_len=5, local_batch_size=2
     )
-    with lighthouse() as address, member(address, [nn.ModuleList(parts)], optimizers) as seat:
+    hooks = SyncHooks(
+        at_point=lambda point: None,
+        progress=lambda: loader.positions().delta(loader.committed),
+        on_state=lambda: None,
+    )
+    with lighthouse() as address, member(address, [nn.ModuleList(parts)], optimizers, hooks=hooks) as seat:
         yield Rank(
             model_parts=parts,
             optimizers=optimizers,
@@ -151,17 +157,12 @@ def moment(trainer: Any, name: str) -> Any:
     return next(iter(trainer.optimizers.optimizers[1].state.values()))[name]
 
 
-def outer_momentum(trainer: Any) -> Any:
-    [optimizer] = trainer.engine._outer
-    return next(iter(optimizer.state.values()))["momentum_buffer"]
-
-
 CHANGES = {
     "parameter": lambda trainer: one_bit_of(trainer.model_parts[1].bias),
     "first moment": lambda trainer: one_bit_of(moment(trainer, "exp_avg")),
     "optimizer step": lambda trainer: moment(trainer, "step").add_(1),
     "anchor": lambda trainer: one_bit_of(trainer.engine.anchor()["0.1.bias"]),
-    "outer momentum": lambda trainer: one_bit_of(outer_momentum(trainer)),
+    "outer momentum": lambda trainer: one_bit_of(trainer.engine.momentum()["0.1.bias"]),
     "step": lambda trainer: vars(trainer).update(step=5),
     "rate": lambda trainer: trainer.lr_schedulers.step(),
     "tokens": lambda trainer: vars(trainer).update(ntokens_seen=0),

@@ -16,7 +16,7 @@ from scripts.fault_plan import EARLIEST_STEP, FaultPlan, draw_plan
 from scripts.figures import Spread, by_kind, phases, recovery_figures, spread
 from scripts.stress_results import OtherSettings, Result, Results, summarize
 from scripts.struck_run import Outcome
-from scripts.verdict import CAUSE_OF_KIND, Strike, Verdict, judge
+from scripts.verdict import CAUSE_OF_KIND, Strike, judge
 from tests.unit.walkthrough import event, events, states
 
 kind_lists = st.lists(st.sampled_from(KINDS), min_size=1, max_size=20)
@@ -55,7 +55,7 @@ def test_seeds_differ_in_order_places_and_steps() -> None:
         {tuple(fault.rank for fault in plan.faults) for plan in plans},
         {tuple(fault.step for fault in plan.faults) for plan in plans},
     ):
-        assert len(differing) >= 9
+        assert len(differing) > len(plans) // 2
 
 
 def test_a_lone_replica_is_not_struck() -> None:
@@ -161,7 +161,7 @@ def test_only_the_last_fault_can_have_come_too_late() -> None:
     later = FaultSpec.parse("1.0@30:kill")
     plan = dataclasses.replace(WALK, faults=(*WALK.faults, later))
     log = [e for e in events() if e.get("incarnation") != 1 or e["t"] < events()[0]["t"] + 9]
-    verdict: Verdict = judge(plan, log)
+    verdict = judge(plan, log)
     assert verdict.unfinished == ()
     assert set(verdict.reasons) == {"replica 0 did not come back from 0.0@25:kill", "1.0@30:kill did not happen"}
 
@@ -247,6 +247,8 @@ def test_results_are_gone_on_with_where_they_ended(tmp_path: Path) -> None:
     assert second.of(range(4)) == [result(0), result(1, "exit code 1")]
     second.add(result(3))
     second.close()
-    assert Results(path, settings).of(range(4)) == [result(0), result(1, "exit code 1"), result(3)]
+    third = Results(path, settings)
+    third.close()
+    assert third.of(range(4)) == [result(0), result(1, "exit code 1"), result(3)]
     with pytest.raises(OtherSettings, match="other replicas"):
         Results(path, settings | {"replicas": 4})
