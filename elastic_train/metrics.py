@@ -457,9 +457,9 @@ class RunFold:
         slot, current = self._speaker(event)
         replica = slot.view.slot
         failed = event.get("incarnation", slot.view.incarnation)
-        fault, slot.fault = slot.fault, None
-        if fault is not None and fault.incarnation != failed:
-            fault = None
+        fault = slot.fault if slot.fault is not None and slot.fault.incarnation == failed else None
+        if fault is not None:
+            slot.fault = None
         t_fault = fault.t if fault is not None else t - event["detect_s"] if "detect_s" in event else None
         if current:
             slot.ledger.move(t, 0.0 if t_fault is None else t - t_fault, "down")

@@ -28,9 +28,9 @@ def spread(values: Iterable[float | None]) -> Spread:
 
 def phases(strikes: Sequence[Strike]) -> dict[str, Spread]:
     """Seconds from the fault to each milestone, over the recoveries that reached it, the earliest milestone first."""
-    names = {name for strike in strikes for name in strike.phases}
+    names = dict.fromkeys(name for strike in strikes for name in strike.phases)
     spreads = {name: spread(strike.phases.get(name) for strike in strikes) for name in names}
-    return dict(sorted(spreads.items(), key=lambda item: (item[1].median_s, item[1].worst_s, item[0])))
+    return dict(sorted(spreads.items(), key=lambda item: item[1].median_s or 0.0))
 
 
 def by_kind(strikes: Sequence[Strike]) -> dict[str, dict[str, Any]]:

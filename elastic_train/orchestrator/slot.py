@@ -99,6 +99,7 @@ class ReplicaSlot:
         self._failures: list[Failure] = []
         self._running_since: float | None = None
         self._offsets = (0, 0)
+        self._background: set[asyncio.Future[None]] = set()
         self._step = 0
         self._pumping = asyncio.Lock()
 
@@ -284,12 +285,21 @@ class ReplicaSlot:
     def _supervisor_lost(self, error: Exception) -> ReplicaFailure:
         """The ReplicaActor is gone, and with it whoever could have written the failure down."""
         end = of_process(str(error))
-        self._actor, self._actor_mesh = None, None
+        mesh, self._actor, self._actor_mesh = self._actor_mesh, None, None
+        if mesh is not None:
+            # Its process may have outlived the actor, and stopping a dead one can take long.
+            stop = asyncio.ensure_future(
+                within(_ANSWER_S, mesh.stop("its actor is gone"), "a supervisor does not stop")
+            )
+            self._background.add(stop)
+            stop.add_done_callback(self._background.discard)
         failure = ReplicaFailure(
             cause=end.cause if end else "exception",
             rank=None,
             step=self._step,
-            error=f"its ReplicaActor {end.error}" if end else f"its ReplicaActor failed: {error}",
+            error=f"its ReplicaActor {end.error}"
+            if end
+            else f"its ReplicaActor failed: {str(error).strip().splitlines()[-1]}",
             signal=end.signal if end else None,
             traceback=None if end else str(error),
         )

@@ -252,7 +252,7 @@ class ReplicaActor(Actor):
         """The failure that explains the others, as far as it shows within a moment."""
         deadline = time.monotonic() + _SETTLE_S
         while True:
-            found = [(0 if report.cause != "comm_error" else 3, report) for report in self._reports]
+            found = [(0 if report.cause != "comm_error" else 2, report) for report in self._reports]
             for rank, process in enumerate(self._watches):
                 if (status := process.status()) is not None:
                     self._ends[rank] = of_status(status)
@@ -262,9 +262,10 @@ class ReplicaActor(Actor):
             for call, rank in calls.items():
                 if call.done() and (error := call.exception()):
                     end = of_process(str(error))
-                    found.append((0, self._of_end(rank, end)) if end else (2, self._of_call(rank, error)))
+                    found.append((0, self._of_end(rank, end)) if end else (3, self._of_call(rank, error)))
             doubt, best = min(found, key=lambda weighed: weighed[0])
-            if doubt == 0 or time.monotonic() >= deadline:
+            everybody_spoke = {report.rank for report in self._reports} == set(calls.values())
+            if doubt == 0 or everybody_spoke or time.monotonic() >= deadline:
                 return best
             await asyncio.sleep(_WATCH_S / 2)
 
