@@ -16,7 +16,9 @@ from torch import nn
 
 from elastic_train.config import DilocoConfig
 from elastic_train.diloco.engine import COLD_START_STEP, NoPeerState, Sync, SyncHooks
+from elastic_train.diloco.torchft_engine import TorchftEngine
 from elastic_train.peer_ckpt.shards import export_tensors, load_tensors
+from elastic_train.replica.membership import ReplicaManager
 from tests.outer import member
 
 Arrays = dict[str, np.ndarray]
@@ -71,16 +73,22 @@ def replicas(*processes: ReplicaProcess) -> Iterator[None]:
 class _Replica:
     """The other end: parameters, membership and engine."""
 
+    manager: ReplicaManager
+    engine: TorchftEngine
+
     def __init__(self) -> None:
         self.model = nn.ParameterDict({name: nn.Parameter(torch.ones(shape)) for name, shape in SHAPES.items()})
         self.progress = torch.zeros(2, 4, dtype=torch.int64)
         self.healed = 0
         self.dies_at: Moment | None = None
-        self.hooks = SyncHooks(at_point=self.at, progress=lambda: self.progress.clone(), on_state=self.on_state)
+        self.hooks = SyncHooks(at_point=self.at, progress=self.read, on_state=self.on_state)
 
     def at(self, point: str) -> None:
         if point == self.dies_at:
             os.kill(os.getpid(), signal.SIGKILL)
+
+    def read(self) -> torch.Tensor:
+        return self.progress.clone()
 
     def on_state(self) -> None:
         self.healed += 1

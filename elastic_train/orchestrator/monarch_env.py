@@ -47,6 +47,6 @@ def trainer_environment(
     if one_machine:
         environment["GLOO_SOCKET_IFNAME"] = "lo"
         name = "HIP_VISIBLE_DEVICES" if Path("/dev/kfd").exists() else "CUDA_VISIBLE_DEVICES"
-        every = environ[name].split(",") if environ.get(name) else [str(index) for index in range(replicas * procs)]
+        every = environ[name].split(",") if name in environ else [str(index) for index in range(replicas * procs)]
         environment[name] = ",".join(every[slot * procs : (slot + 1) * procs])
     return environment

@@ -297,9 +297,7 @@ class ReplicaSlot:
             cause=end.cause if end else "exception",
             rank=None,
             step=self._step,
-            error=f"its ReplicaActor {end.error}"
-            if end
-            else f"its ReplicaActor failed: {str(error).strip().splitlines()[-1]}",
+            error=f"its ReplicaActor {end.error if end else 'failed: ' + str(error).strip().splitlines()[-1]}",
             signal=end.signal if end else None,
             traceback=None if end else str(error),
         )

@@ -21,7 +21,7 @@ CONNECTION_CLOSED = "[gloo/transport/tcp/pair.cc:534] Connection closed by peer 
     [
         (ConfigError("model.flavor: no Llama 3 flavor"), "config_error"),
         (EnvironmentProblem("lighthouse.port = 1 cannot be used"), "config_error"),
-        (StateMismatch("0.weight has shape (2,), not (4,)"), "config_error"),
+        (StateMismatch("0.weight has shape (2,), not (4,)"), "heal_failed"),
         (NoPeerState("no member has state"), "heal_failed"),
         (SyncFailed("11 syncs failed in a row"), "comm_error"),
         (ReplicaBroken("rank 3 did not answer"), "comm_error"),

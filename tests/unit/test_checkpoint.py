@@ -73,6 +73,7 @@ def make(seed: int, number: int = 0) -> Any:
         dataloader=Positions(),
         step=0,
         rank=0,
+        engine=SimpleNamespace(momentum=dict),
         control=ControlGroup(30.0),
         incarnation=SimpleNamespace(slot=1, number=number),
     )
@@ -85,6 +86,9 @@ def names(folder: Path) -> list[str]:
 def test_torchtitan_loads_what_was_saved(tmp_path: Path) -> None:
     saved, loaded = make(seed=0), make(seed=1)
     saved.train(3)
+    momentum = {"0.0.weight": torch.full((2, 3), 5.0)}
+    saved.engine.momentum = lambda: momentum
+    taken = {"0.0.weight": torch.zeros(2, 3)}
 
     path, duration_s = save_checkpoint(saved, CheckpointConfig(folder="ckpt"), tmp_path, last=False)
 
@@ -95,13 +99,14 @@ def test_torchtitan_loads_what_was_saved(tmp_path: Path) -> None:
         model_parts=loaded.model_parts,
         optimizers=loaded.optimizers,
         lr_schedulers=loaded.lr_schedulers,
-        states={"train_state": loaded},
+        states={"train_state": loaded, "outer_momentum": taken},
         sd_adapter=None,
         base_folder=str(tmp_path),
     )
     assert reader.load(step=-1)
     reader.close()
     assert (loaded.step, loaded.dataloader.read) == (3, 3)
+    assert torch.equal(taken["0.0.weight"], momentum["0.0.weight"])
     for replica in (saved, loaded):
         replica.train(2)
     assert torch.equal(loaded.model_parts[0].weight, saved.model_parts[0].weight)

@@ -1,5 +1,7 @@
 import re
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,11 +28,43 @@ def test_the_watchdog_waits_longer_than_what_it_watches() -> None:
     assert at["SUPERVISION_WATCHDOG_TIMEOUT"] >= sum((at[name] for name in watched), timedelta())
 
 
-@pytest.mark.parametrize(("ranks", "cores", "threads"), [(3, 2, "1"), (2, 8, "4"), (8, 8, "1"), (3, 16, "5")])
-def test_ranks_share_the_cores(ranks: int, cores: int, threads: str) -> None:
-    assert trainer_environment(ranks, cores, loopback=True)["OMP_NUM_THREADS"] == threads
+def environment(slot: int = 0, *, replicas: int = 3, procs: int = 2, **settings: Any) -> dict[str, str]:
+    settings = {"cores": 12, "one_machine": True, "environ": {}, **settings}
+    return trainer_environment(slot, replicas=replicas, procs=procs, **settings)
+
+
+@pytest.mark.parametrize(
+    ("one_machine", "replicas", "procs", "cores", "threads"),
+    [(True, 3, 1, 2, "1"), (True, 2, 1, 8, "4"), (True, 2, 4, 16, "2"), (False, 2, 4, 16, "4"), (False, 9, 8, 4, "1")],
+)
+def test_ranks_on_a_machine_share_its_cores(
+    one_machine: bool, replicas: int, procs: int, cores: int, threads: str
+) -> None:
+    made = environment(replicas=replicas, procs=procs, cores=cores, one_machine=one_machine)
+
+    assert made["OMP_NUM_THREADS"] == threads
 
 
 def test_gloo_stays_on_loopback_only_where_everything_is_there() -> None:
-    assert trainer_environment(1, 1, loopback=True)["GLOO_SOCKET_IFNAME"] == "lo"
-    assert "GLOO_SOCKET_IFNAME" not in trainer_environment(1, 1, loopback=False)
+    assert environment()["GLOO_SOCKET_IFNAME"] == "lo"
+    assert "GLOO_SOCKET_IFNAME" not in environment(one_machine=False)
+
+
+VISIBLE = "HIP_VISIBLE_DEVICES" if Path("/dev/kfd").exists() else "CUDA_VISIBLE_DEVICES"
+
+
+@pytest.mark.parametrize(
+    ("environ", "shares"),
+    [
+        ({}, ["0,1", "2,3", "4,5"]),
+        ({VISIBLE: "7,6,5,4,3,2,1"}, ["7,6", "5,4", "3,2"]),
+        ({VISIBLE: "GPU-a,GPU-b,GPU-c,GPU-d,GPU-e,GPU-f"}, ["GPU-a,GPU-b", "GPU-c,GPU-d", "GPU-e,GPU-f"]),
+        ({VISIBLE: ""}, ["", "", ""]),
+    ],
+)
+def test_replicas_on_a_machine_have_accelerators_of_their_own(environ: dict[str, str], shares: list[str]) -> None:
+    assert [environment(slot, environ=environ)[VISIBLE] for slot in range(3)] == shares
+
+
+def test_a_replica_on_its_own_machine_has_all_accelerators() -> None:
+    assert VISIBLE not in environment(one_machine=False)

@@ -65,7 +65,9 @@ def test_the_exit_code_of_a_process_of_another_parent(code: int) -> None:
 
         process.end(code)
 
-        status = wait_until(lambda: (watch.status(),) if watch.status() is not None else None)[0]
+        wait_until(lambda: watch.status() is not None)
+        status = watch.status()
+        assert status is not None
         assert os.waitstatus_to_exitcode(status) == code
         assert of_status(status).error == f"exited with code {code} before it had trained to the end"
         assert watch.ended

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from elastic_train.config import EnvironmentProblem, JobConfig, RunConfig, load_config
-from elastic_train.orchestrator import runfolder
 from elastic_train.orchestrator.runfolder import create
 
 
@@ -16,7 +15,7 @@ def config_below(folder: Path) -> RunConfig:
 
 @pytest.fixture
 def stopped_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runfolder.time, "strftime", lambda form: "20260102-030405")
+    monkeypatch.setattr("elastic_train.orchestrator.runfolder.time.strftime", lambda form: "20260102-030405")
 
 
 def test_a_run_gets_a_folder_of_its_own(tmp_path: Path, stopped_clock: None) -> None:

@@ -48,7 +48,9 @@ def make_model(request: pytest.FixtureRequest) -> Any:
     def make(seed: int, width: int = 8) -> nn.Module:
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(4, width), nn.GELU(), nn.Linear(width, 2))
-        return fully_shard(model, mesh=mesh) if mesh else model
+        if mesh is not None:
+            fully_shard(model, mesh=mesh)
+        return model
 
     return make
 

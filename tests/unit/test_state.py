@@ -57,6 +57,9 @@ class Rank(SimpleNamespace):
         assert outcome.committed
         self.dataloader.commit(self.dataloader.committed.plus(outcome.progress))
 
+    def count(self, **counters: int) -> None:
+        self.__dict__.update(counters)
+
     def train(self, outer_steps: int) -> None:
         for _ in range(outer_steps):
             self.inner_step()
@@ -163,9 +166,9 @@ CHANGES = {
     "optimizer step": lambda trainer: moment(trainer, "step").add_(1),
     "anchor": lambda trainer: one_bit_of(trainer.engine.anchor()["0.1.bias"]),
     "outer momentum": lambda trainer: one_bit_of(trainer.engine.momentum()["0.1.bias"]),
-    "step": lambda trainer: vars(trainer).update(step=5),
+    "step": lambda trainer: trainer.count(step=5),
     "rate": lambda trainer: trainer.lr_schedulers.step(),
-    "tokens": lambda trainer: vars(trainer).update(ntokens_seen=0),
+    "tokens": lambda trainer: trainer.count(ntokens_seen=0),
     "random numbers": lambda trainer: torch.rand(1),
     "positions": lambda trainer: trainer.dataloader.commit(
         trainer.dataloader.committed.replace({1: ShardPosition(document=9)})

@@ -136,7 +136,7 @@ def test_context_parallel_load_balancer(ours: Any, theirs: str | None) -> None:
     assert titan(parallelism=config).parallelism.context_parallel_load_balancer == theirs
 
 
-def test_profiler() -> None:
+def test_each_replica_profiles_into_a_folder_of_its_own() -> None:
     ours = ProfilingConfig(
         enable_profiling=True,
         save_traces_folder="traces",
@@ -144,8 +144,10 @@ def test_profiler() -> None:
         enable_memory_snapshot=True,
         save_memory_snapshot_folder="memory",
     )
+    made = titan(slot=2, profiling=ours).profiler
 
-    assert_same(titan(profiling=ours).profiler, ours)
+    assert_same(made, ours, without=("save_traces_folder", "save_memory_snapshot_folder"))
+    assert (made.save_traces_folder, made.save_memory_snapshot_folder) == ("traces/replica_2", "memory/replica_2")
 
 
 def test_metrics_of_a_replica() -> None:
@@ -225,9 +227,11 @@ def test_compilation() -> None:
 
 
 def test_timeouts_inside_a_replica() -> None:
-    made = titan(comm=CommConfig(init_timeout_seconds=33, train_timeout_seconds=22)).comm
+    ours = CommConfig(init_timeout_seconds=33, train_timeout_seconds=22, save_traces_folder="flights")
+    made = titan(slot=2, comm=ours).comm
 
     assert (made.init_timeout_seconds, made.train_timeout_seconds) == (33, 22)
+    assert made.save_traces_folder == "flights/replica_2"
 
 
 def test_debugging() -> None:
