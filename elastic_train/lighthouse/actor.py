@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,8 @@ class LighthouseActor(Actor):
         self._server: Any = None
 
     @concurrent_endpoint
-    async def start(self) -> str:
-        """Listen, and return the address, ``http://host:port``.
+    async def start(self) -> tuple[str, int]:
+        """Listen, and return the address, ``http://host:port``, and the pid of this process.
 
         Raises:
             RuntimeError: the port is taken.
@@ -38,7 +39,7 @@ class LighthouseActor(Actor):
             heartbeat_timeout_ms=config.heartbeat_timeout_ms,
         )
         port = self._server.address().rsplit(":", 1)[1]
-        return f"http://{config.host}:{port}"
+        return f"http://{config.host}:{port}", os.getpid()
 
     @concurrent_endpoint
     async def serve(self) -> None:

@@ -174,14 +174,14 @@ class OrchestrationManager:
             "lighthouse", LighthouseActor, settings, self._run.folder.lighthouse_log
         )
         try:
-            address = str(await result(self._lighthouse.start.call_one()))
+            address, pid = await result(self._lighthouse.start.call_one())
         except Exception as error:
             raise EnvironmentProblem(
                 f"the Lighthouse cannot listen on {settings.host}:{settings.port}: "
                 "set lighthouse.port to a free port, or to 0 for any"
             ) from error
-        self._run.log.emit("lighthouse_started", address=address)
-        return address
+        self._run.log.emit("lighthouse_started", address=address, pid=pid)
+        return str(address)
 
     async def _shut_down(self) -> None:
         for task in self._background:

@@ -40,6 +40,16 @@ def test_a_killed_controller_takes_everything_with_it(launch: Launch) -> None:
     assert left == []
 
 
+def test_without_its_lighthouse_a_run_ends_and_says_so(launch: Launch) -> None:
+    run = launch("llama3_tiny.toml", "--orchestrator.replicas", "2", "--training.steps", "10000")
+    run.wait_for_event("first_step", START_S)
+    started = run.wait_for_event("lighthouse_started", START_S)
+    os.kill(started["pid"], signal.SIGKILL)
+    assert run.wait(START_S) == 1, run.tail()
+    assert "the Lighthouse is gone: killed by SIGKILL" in run.tail(1)
+    assert [e["cause"] for e in run.events() if e["event"] in ("lighthouse_lost", "run_finished")] == ["signal"] * 2
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [

@@ -55,7 +55,8 @@ def test_four_replicas_lose_one_and_get_it_back(launch: Launch) -> None:
     assert named(events, "restart_scheduled", replica=0)[0]["level"] == "restart_in_place"
     states = [(e["from"], e["to"]) for e in named(events, "replica_state", replica=0)]
     assert [to for _, to in states] == [
-        "STARTING", "JOINING", "RUNNING", "BACKOFF", "STARTING", "JOINING", "HEALING", "JOINING", "RUNNING", "SUCCEEDED",
+        "STARTING", "JOINING", "RUNNING",
+        "BACKOFF", "STARTING", "JOINING", "HEALING", "JOINING", "RUNNING", "SUCCEEDED",
     ]  # fmt: skip
 
     # The others go on, in steps and in syncs, and none of them is touched.
