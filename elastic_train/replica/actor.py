@@ -73,6 +73,7 @@ class ReplicaActor(Actor):
     def __init__(self, slot: int, run_dir: Path) -> None:
         print_to(supervisor_log_path(run_dir, slot))
         self._slot = slot
+        self._writer = EventWriter(SegmentPaths.of(run_dir, slot).events, SystemClock(), replica=slot)
         self._incarnation: Incarnation | None = None
         self._handle: Any = None
         self._starting: asyncio.Task[ReplicaFailure | None] | None = None
@@ -363,10 +364,12 @@ class ReplicaActor(Actor):
             if time.monotonic() > deadline:
                 raise RuntimeError(f"processes of replica {self._slot} survive SIGKILL: {identities}")
             await asyncio.sleep(0.02)
+        if self._incarnation is not None:
+            for beacon in self._beacons(self._incarnation):
+                beacon.remove()
 
     def _events(self, incarnation: Incarnation) -> EventWriter:
-        paths = SegmentPaths.of(incarnation.run_dir, self._slot)
-        return EventWriter(paths.events, SystemClock(), replica=self._slot, incarnation=incarnation.number)
+        return self._writer.bind(incarnation=incarnation.number)
 
 
 def _one_line(error: BaseException) -> str:

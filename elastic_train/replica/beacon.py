@@ -155,3 +155,7 @@ class BeaconReader:
             phase, step, progress_at, alive_at = _LAYOUT.unpack(body)
             self._last = Sample(phase=Phase(phase), step=step, progress_at=progress_at, alive_at=alive_at)
         return self._last
+
+    def remove(self) -> None:
+        """Remove the beacon of a rank that is gone."""
+        self._path.unlink(missing_ok=True)

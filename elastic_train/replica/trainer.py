@@ -28,12 +28,12 @@ from elastic_train.diloco.schedule import OuterSchedule
 from elastic_train.diloco.torchft_engine import TorchftEngine
 from elastic_train.events import EventWriter, LineFile
 from elastic_train.peer_ckpt.http import MeteredHTTPTransport
-from elastic_train.peer_ckpt.shards import combine_hashes, hash_tensors
 from elastic_train.replica.beacon import Beacon, Phase
 from elastic_train.replica.checkpoint import save_checkpoint
 from elastic_train.replica.control import ControlGroup
 from elastic_train.replica.data import DataError
 from elastic_train.replica.faults import FaultPlan
+from elastic_train.replica.journal import Journal
 from elastic_train.replica.lr import set_lr_step
 from elastic_train.replica.membership import Quorum, ReplicaManager, Seat, make_group, make_manager
 from elastic_train.replica.rank import Incarnation
@@ -71,7 +71,6 @@ class ElasticTrainer(Trainer):
         super().__init__(translate(config, slot=incarnation.slot, run_dir=incarnation.run_dir))
         self.incarnation = incarnation
         self.run_config = config
-        self.events = events
         self.beacon = beacon
         self.faults = faults
         self.schedule = OuterSchedule(
@@ -81,6 +80,7 @@ class ElasticTrainer(Trainer):
         )
         self.control = ControlGroup(config.comm.init_timeout_seconds)
         self.rank = self.control.rank
+        self.journal = Journal(events, self.control)
         if self.rank == _get_metrics_rank(
             parallel_dims=self.parallel_dims, pp_schedule=config.parallelism.pipeline_parallel_schedule
         ):
@@ -93,9 +93,7 @@ class ElasticTrainer(Trainer):
         self._data_ranks = len(set(batch_ranks)) * self.parallel_dims.cp
         self._tokens_trained = 0
         self._interval_tokens = 0
-        self._failed_syncs = 0
         self._first_step_done = False
-        self._last_quorum_id: int | None = None
         self._received_hash: int | None = None
         self._export_error: Exception | None = None
 
@@ -131,6 +129,13 @@ class ElasticTrainer(Trainer):
         assert self._membership is not None, "a joiner becomes a member when it joins"
         return self._membership
 
+    @property
+    def _quorum(self) -> Quorum:
+        """The quorum that this replica is in."""
+        quorum = self.membership.quorum
+        assert quorum is not None, "a member has entered a quorum"
+        return quorum
+
     def run(self) -> None:
         """Train from wherever the quorum stands to the last step of the run.
 
@@ -150,22 +155,15 @@ class ElasticTrainer(Trainer):
                 while self.step < self.schedule.start(self.outer_step + 1):
                     self._inner_step(batches)
                     profiler.step()
-                self._sync()
+                self._settle(self.engine.sync())
         self.beacon.moved(Phase.IDLE)
-        if self.rank == 0:
-            self.events.emit("replica_finished", inner_step=self.step, outer_step=self.outer_step)
+        self.journal.finished(self.step, self.outer_step)
 
     def save(self, *, last: bool) -> None:
         """Write a checkpoint that torchtitan's tools read; all ranks of the replica call it together."""
         with self.beacon.during(Phase.SAVE):
             path, duration_s = save_checkpoint(self, self.run_config.checkpoint, self.incarnation.run_dir, last=last)
-        if self.rank == 0:
-            self.events.emit(
-                "checkpoint_saved",
-                outer_step=self.outer_step,
-                path=str(path),
-                duration_s=round(duration_s, 3),
-            )
+        self.journal.saved(self.outer_step, str(path), duration_s)
 
     def close(self) -> None:
         super().close()
@@ -193,12 +191,11 @@ class ElasticTrainer(Trainer):
         if self.config.validator.enable and self.validator.should_validate(self.step):
             with self.beacon.during(Phase.EVALUATE):
                 self.validator.validate(self.model_parts, self.step)
+        time.sleep(max(0.0, self.run_config.debug.min_step_s - (time.monotonic() - began)))
         if not self._first_step_done:
             self._first_step_done = True
             set_pg_timeouts(timedelta(seconds=self.config.comm.train_timeout_seconds), self.parallel_dims)
-            if self.rank == 0:
-                self.events.emit("first_step", inner_step=self.step)
-        time.sleep(max(0.0, self.run_config.debug.min_step_s - (time.monotonic() - began)))
+            self.journal.first_step(self.step)
         overlap = self.run_config.diloco.overlap_steps
         if overlap and self.step == self.schedule.start(self.outer_step + 1) - overlap:
             self.engine.prepare()
@@ -224,9 +221,6 @@ class ElasticTrainer(Trainer):
 
     # -- the outer sync ------------------------------------------------------------------------------------------
 
-    def _sync(self) -> None:
-        self._settle(self.engine.sync())
-
     def _progress(self) -> torch.Tensor:
         """What this replica read since the last commit, summed over the ranks that read."""
         mine = self.dataloader.positions().delta(self.dataloader.committed)
@@ -239,51 +233,28 @@ class ElasticTrainer(Trainer):
             self.step = self.schedule.start(outcome.outer_step)
             set_lr_step(self.lr_schedulers, self.step)
         if outcome.committed:
-            self._failed_syncs = 0
             self.dataloader.commit(self.dataloader.committed.plus(outcome.progress))
-            self._log_commit(outcome)
+            self.journal.committed(
+                outcome,
+                step=self.step,
+                tokens=self._interval_tokens,
+                quorum=self._quorum,
+                anchor=self.engine.anchor(),
+            )
         else:
-            self._failed_syncs += 1
+            self.journal.failed(outcome)
             self.dataloader.restore(self.dataloader.committed)
-            if self.rank == 0:
-                self.events.emit(
-                    "sync_retried",
-                    outer_step=outcome.outer_step + 1,
-                    attempt=self._failed_syncs,
-                    cause="comm_error",
-                    error=outcome.cause,
-                    duration_s=round(outcome.wait_s + outcome.reduce_s, 4),
-                )
         self._interval_tokens = 0
         self.beacon.moved(Phase.STEP, self.step)
         if outcome.committed:
             self._save_if_due()
 
-    def _log_commit(self, outcome: Sync) -> None:
-        rank_hashes = [row[0] for row in self.control.gather([hash_tensors(self.engine.anchor())])]
-        if self.rank != 0:
-            return
-        quorum = self.membership.quorum
-        assert quorum is not None
-        self.events.emit(
-            "sync_committed",
-            outer_step=outcome.outer_step,
-            inner_step=self.step,
-            participants=sorted(quorum.participants),
-            tokens=self._interval_tokens,
-            wait_s=round(outcome.wait_s, 4),
-            reduce_s=round(outcome.reduce_s, 4),
-            bytes=outcome.bytes,
-            anchor_hash=combine_hashes(rank_hashes),
-        )
-
     def _save_if_due(self) -> None:
         """One replica writes, the lowest slot in the quorum, at the first commit after each interval of steps."""
-        settings, quorum = self.run_config.checkpoint, self.membership.quorum
-        assert quorum is not None
+        settings = self.run_config.checkpoint
         before = self.schedule.start(self.outer_step - 1)
         due = settings.enable and self.step // settings.interval > before // settings.interval
-        if due and self.step < self.schedule.steps and min(quorum.participants) == self.incarnation.slot:
+        if due and self.step < self.schedule.steps and min(self._quorum.participants) == self.incarnation.slot:
             self.save(last=False)
 
     # -- membership, and the way in for a joiner ---------------------------------------------------------------
@@ -298,7 +269,7 @@ class ElasticTrainer(Trainer):
             timeout_s=config.peer_ckpt.timeout_s,
             chunks=config.peer_ckpt.http_chunks,
             advertise_host=incarnation.host,
-            on_receive=self._log_transfer,
+            on_receive=lambda: self.journal.heals(self._quorum),
         )
         self._transport = transport
         self._membership = make_manager(
@@ -327,7 +298,7 @@ class ElasticTrainer(Trainer):
             self.optimizers,
             config.diloco,
             pin_memory=titan_fixes.DEVICE.pins_memory,
-            hooks=SyncHooks(at_point=self._at_point, progress=self._progress, on_state=self._log_heal),
+            hooks=SyncHooks(at_point=self._at_point, progress=self._progress, on_state=self._state_is_in_place),
         )
 
     def _abort_groups(self) -> None:
@@ -355,9 +326,7 @@ class ElasticTrainer(Trainer):
         self.beacon.moved(Phase.SYNC)
         if self._export_error is not None:
             raise self._export_error
-        if self.rank == 0 and quorum.quorum_id != self._last_quorum_id:
-            self.events.emit("quorum_changed", quorum_id=quorum.quorum_id, participants=sorted(quorum.participants))
-        self._last_quorum_id = quorum.quorum_id
+        self.journal.entered(quorum)
 
     def _give_state(self) -> dict[str, object]:
         """torchft asks for the state that a joiner gets; the main thread waits for the quorum meanwhile."""
@@ -368,7 +337,7 @@ class ElasticTrainer(Trainer):
             # torchft would only log it, and the joiner would wait for a state that never comes.
             self._export_error = error
             raise
-        self.events.emit("state_served", outer_step=self.outer_step, state_hash=f"{state['hash']:x}")
+        self.journal.served(self.outer_step, state["hash"])
         return state
 
     def _take_state(self, state: dict[str, object]) -> None:
@@ -378,30 +347,9 @@ class ElasticTrainer(Trainer):
         if self._received_hash != state["hash"]:
             raise NoPeerState("the state in place differs from the donor's: it was damaged on the way")
 
-    def _log_transfer(self) -> None:
-        quorum = self.membership.quorum
-        if self.rank == 0 and quorum is not None:
-            self.events.emit("donor_selected", donors=[quorum.donor], outer_step=quorum.outer_step)
-            self.events.emit("heal_started")
-
-    def _log_heal(self) -> None:
-        quorum, transfer = self.membership.quorum, self._transport.received
-        assert quorum is not None
-        assert quorum.donor is not None
+    def _state_is_in_place(self) -> None:
+        donor, transfer = self._quorum.donor, self._transport.received
+        assert donor is not None
         assert transfer is not None
         assert self._received_hash is not None
-        milliseconds = round(transfer.duration_s * 1000)
-        rows = self.control.gather([quorum.donor, transfer.bytes, milliseconds, self._received_hash])
-        if self.rank != 0:
-            return
-        self.events.emit(
-            "heal_finished",
-            donors=sorted({row[0] for row in rows}),
-            rank_donors=[row[0] for row in rows],
-            outer_step=self.outer_step,
-            bytes=sum(row[1] for row in rows),
-            duration_s=max(row[2] for row in rows) / 1000,
-            state_hash=combine_hashes(row[3] for row in rows),
-            rank_hashes=[f"{row[3]:x}" for row in rows],
-        )
-        self.events.emit("joined", outer_step=self.outer_step, inner_step=self.step)
+        self.journal.healed(donor, transfer, self._received_hash, outer_step=self.outer_step, step=self.step)

@@ -20,6 +20,8 @@ from elastic_train.config.environment import VARIABLES
 from elastic_train.config.faults import FaultSpec
 from elastic_train.events import EventWriter, LineFile
 from elastic_train.process_log import print_to
+from elastic_train.replica import faults
+from elastic_train.replica.beacon import Beacon
 from elastic_train.replica.process_watch import ProcessId
 from elastic_train.replica.rank import Incarnation, SegmentPaths, beacon_path, rank_log_path
 
@@ -73,9 +75,6 @@ class TrainerActor(Actor):
         # With it torchft's DiLoCo reduces in buckets, which leave out any tensor that is larger than one.
         os.environ.pop("TORCHFT_USE_BUCKETIZATION", None)
 
-        from elastic_train.replica import faults
-        from elastic_train.replica.beacon import Beacon
-
         paths = SegmentPaths.of(incarnation.run_dir, incarnation.slot)
         events = EventWriter(
             paths.events, SystemClock(), replica=incarnation.slot, incarnation=incarnation.number, rank=rank
@@ -125,8 +124,6 @@ class ProcessActor(Actor):
     @endpoint
     def arm(self, spec: FaultSpec) -> bool:
         """Let a fault happen at its next passage; False while there is nothing to pass yet."""
-        from elastic_train.replica import faults
-
         plan = faults.installed()
         if plan is None:
             return False
