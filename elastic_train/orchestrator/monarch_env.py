@@ -7,8 +7,7 @@ monarch is imported, here and so, by inheritance, in every process that it start
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, MutableMapping
-from pathlib import Path
+from collections.abc import MutableMapping
 
 SETTINGS = {
     "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "500ms",
@@ -33,20 +32,15 @@ def configure(environ: MutableMapping[str, str] = os.environ) -> None:
         environ.setdefault(name, value)
 
 
-def trainer_environment(
-    slot: int, *, replicas: int, procs: int, cores: int, one_machine: bool, environ: Mapping[str, str] = os.environ
-) -> dict[str, str]:
-    """Variables for the trainer processes of a replica.
+def trainer_environment(*, replicas: int, procs: int, cores: int, one_machine: bool) -> dict[str, str]:
+    """Variables for the trainer processes of every replica.
 
-    Where all replicas share a machine, each process gets its share of the cores, each replica its own accelerators
-    of those that are visible, and gloo stays on the loopback interface.
+    Where all replicas share a machine, each process gets its share of the cores, and gloo stays on the loopback
+    interface.
     """
     environment = {"TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
     sharing = replicas * procs if one_machine else procs
     environment["OMP_NUM_THREADS"] = str(max(1, cores // sharing))
     if one_machine:
         environment["GLOO_SOCKET_IFNAME"] = "lo"
-        name = "HIP_VISIBLE_DEVICES" if Path("/dev/kfd").exists() else "CUDA_VISIBLE_DEVICES"
-        every = environ[name].split(",") if name in environ else [str(index) for index in range(replicas * procs)]
-        environment[name] = ",".join(every[slot * procs : (slot + 1) * procs])
     return environment

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import os
 import secrets
 import signal
 import socket
@@ -14,7 +15,7 @@ from typing import Protocol
 from elastic_train.clock import SystemClock
 from elastic_train.config import EnvironmentProblem, RunConfig
 from elastic_train.events import EventLog, LineFile, Record
-from elastic_train.orchestrator import monarch_env, runfolder
+from elastic_train.orchestrator import accelerators, monarch_env, runfolder
 from elastic_train.orchestrator.end import RunEnd
 from elastic_train.process_log import stderr_to
 from elastic_train.replica.corpus import ensure_corpus
@@ -49,6 +50,7 @@ def run(config: RunConfig, notes: tuple[str, ...], *, name: str, run_dir: Path |
     _check_datasets(config)
     check_tokenizer(config.model.hf_assets_path)
     _check_port(config)
+    accelerators.find(os.environ).check(config.orchestrator.replicas, config.orchestrator.procs_per_replica)
     config = _with_seed(config)
     folder = runfolder.create(config, name, run_dir)
     if STDLIB in (config.training.dataset, config.model.hf_assets_path or STDLIB):

@@ -21,6 +21,7 @@ from elastic_train.config.faults import FaultSpec
 from elastic_train.events import EventLog, LineFile, Record
 from elastic_train.futures import result, within
 from elastic_train.lifecycle import IllegalTransition, ReplicaLifecycle, ReplicaState, Trigger
+from elastic_train.orchestrator.accelerators import find
 from elastic_train.orchestrator.barrier import ColdStart
 from elastic_train.orchestrator.monarch_env import trainer_environment
 from elastic_train.orchestrator.policy import Failure, Reallocate, RestartInPlace, Retire, Stop, decide
@@ -245,12 +246,13 @@ class ReplicaSlot:
     def _environment(self) -> tuple[tuple[str, str], ...]:
         settings = self._run.config.orchestrator
         environment = trainer_environment(
-            self.slot,
             replicas=settings.replicas,
             procs=settings.procs_per_replica,
             cores=os.cpu_count() or 1,
             one_machine=self._run.scheduler.loopback,
         )
+        if self._run.scheduler.loopback:
+            environment |= find(os.environ).share(self.slot, settings.procs_per_replica)
         return tuple(environment.items())
 
     async def _unless_too_late(self, start: Awaitable[ReplicaFailure | None]) -> ReplicaFailure | None:

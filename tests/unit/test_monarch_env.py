@@ -1,6 +1,5 @@
 import re
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,9 +27,9 @@ def test_the_watchdog_waits_longer_than_what_it_watches() -> None:
     assert at["SUPERVISION_WATCHDOG_TIMEOUT"] >= sum((at[name] for name in watched), timedelta())
 
 
-def environment(slot: int = 0, *, replicas: int = 3, procs: int = 2, **settings: Any) -> dict[str, str]:
-    settings = {"cores": 12, "one_machine": True, "environ": {}, **settings}
-    return trainer_environment(slot, replicas=replicas, procs=procs, **settings)
+def environment(*, replicas: int = 3, procs: int = 2, **settings: Any) -> dict[str, str]:
+    settings = {"cores": 12, "one_machine": True, **settings}
+    return trainer_environment(replicas=replicas, procs=procs, **settings)
 
 
 @pytest.mark.parametrize(
@@ -48,23 +47,3 @@ def test_ranks_on_a_machine_share_its_cores(
 def test_gloo_stays_on_loopback_only_where_everything_is_there() -> None:
     assert environment()["GLOO_SOCKET_IFNAME"] == "lo"
     assert "GLOO_SOCKET_IFNAME" not in environment(one_machine=False)
-
-
-VISIBLE = "HIP_VISIBLE_DEVICES" if Path("/dev/kfd").exists() else "CUDA_VISIBLE_DEVICES"
-
-
-@pytest.mark.parametrize(
-    ("environ", "shares"),
-    [
-        ({}, ["0,1", "2,3", "4,5"]),
-        ({VISIBLE: "7,6,5,4,3,2,1"}, ["7,6", "5,4", "3,2"]),
-        ({VISIBLE: "GPU-a,GPU-b,GPU-c,GPU-d,GPU-e,GPU-f"}, ["GPU-a,GPU-b", "GPU-c,GPU-d", "GPU-e,GPU-f"]),
-        ({VISIBLE: ""}, ["", "", ""]),
-    ],
-)
-def test_replicas_on_a_machine_have_accelerators_of_their_own(environ: dict[str, str], shares: list[str]) -> None:
-    assert [environment(slot, environ=environ)[VISIBLE] for slot in range(3)] == shares
-
-
-def test_a_replica_on_its_own_machine_has_all_accelerators() -> None:
-    assert VISIBLE not in environment(one_machine=False)
