@@ -39,8 +39,8 @@ class Accelerators:
         if self.ids and len(self.ids) < replicas * procs:
             raise EnvironmentProblem(
                 f"{replicas} replicas of {procs} processes need {replicas * procs} accelerators, and there are "
-                f"{len(self.ids)} ({self.variable}): lower orchestrator.replicas or orchestrator.procs_per_replica, or hide "
-                f"them with {self.variable}= to train on the CPU"
+                f"{len(self.ids)} ({self.variable}): lower orchestrator.replicas or "
+                f"orchestrator.procs_per_replica, or hide them with {self.variable}= to train on the CPU"
             )
 
 
