@@ -187,8 +187,8 @@ class RecoveryConfig:
     """The same from the start of a process to the end of its first inner step."""
 
     silence_timeout_s: Positive = 15.0
-    """A process whose heartbeat thread is silent for so long is stopped or holds the interpreter's lock, and
-    is ended."""
+    """A process whose heartbeat thread is silent for so long is stopped or holds the interpreter's lock, and is ended;
+    until its first inner step is done it gets four times as long."""
 
     stop_timeout_s: Positive = 10.0
     """How long a process gets to end by itself before it is killed."""

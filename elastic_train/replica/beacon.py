@@ -23,6 +23,8 @@ _LAYOUT = struct.Struct("=qqdd")
 _CHECKSUM = struct.Struct("=I")
 _SIZE = _LAYOUT.size + _CHECKSUM.size
 _PULSE_S = 0.25
+_BUILD_PATIENCE = 4
+"""Loading a large library holds the GIL, for long when many processes start on few cores."""
 
 
 class Phase(IntEnum):
@@ -69,7 +71,8 @@ class Budgets:
 def hang(sample: Sample, now: float, budgets: Budgets) -> str | None:
     """Why this rank counts as hung, in words; None while it does not."""
     silent, stuck = now - sample.alive_at, now - sample.progress_at
-    if silent > budgets.silence_s:
+    patience = _BUILD_PATIENCE if sample.phase is Phase.BUILD else 1
+    if silent > budgets.silence_s * patience:
         return (
             f"ran no Python code for {silent:.1f} s in phase {sample.phase.name.lower()} at step {sample.step} "
             "(stopped, or something holds the GIL)"

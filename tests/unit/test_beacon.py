@@ -1,6 +1,7 @@
 import contextlib
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -52,11 +53,13 @@ def test_how_long_a_living_rank_may_stand_still(
 
 
 @pytest.mark.parametrize("phase", Phase)
-def test_silence_is_a_hang_in_every_phase(phase: Phase) -> None:
-    sample = Sample(phase=phase, step=7, progress_at=NOW - 15.5, alive_at=NOW - 15.5)
+def test_silence_is_a_hang_in_every_phase_and_a_start_gets_more_of_it(phase: Phase) -> None:
+    silent_s = 60.5 if phase is Phase.BUILD else 15.5
+    sample = Sample(phase=phase, step=7, progress_at=NOW - silent_s, alive_at=NOW - silent_s)
 
+    assert hang(replace(sample, alive_at=sample.alive_at + 1), NOW, BUDGETS) is None
     assert hang(sample, NOW, BUDGETS) == (
-        f"ran no Python code for 15.5 s in phase {phase.name.lower()} at step 7 (stopped, or something holds the GIL)"
+        f"ran no Python code for {silent_s} s in phase {phase.name.lower()} at step 7 (stopped, or something holds the GIL)"
     )
 
 
