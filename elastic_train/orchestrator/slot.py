@@ -27,7 +27,8 @@ from elastic_train.orchestrator.monarch_env import trainer_environment
 from elastic_train.orchestrator.policy import Failure, Reallocate, RestartInPlace, Retire, Stop, decide
 from elastic_train.orchestrator.runfolder import RunFolder
 from elastic_train.orchestrator.scheduler import Allocation, Scheduler
-from elastic_train.replica.actor import ReplicaActor, ReplicaFailure, SegmentPart
+from elastic_train.replica.actor import ReplicaActor, SegmentPart
+from elastic_train.replica.failure import ReplicaFailure
 from elastic_train.replica.process_end import of_process
 from elastic_train.replica.process_watch import ProcessId
 from elastic_train.replica.rank import Incarnation
@@ -307,18 +308,7 @@ class ReplicaSlot:
         return failure
 
     def _log_failure(self, failure: ReplicaFailure) -> None:
-        self._run.log.emit(
-            "failure_detected",
-            replica=self.slot,
-            incarnation=self._number,
-            cause=failure.cause,
-            rank=failure.rank,
-            step=failure.step,
-            signal=failure.signal,
-            error=failure.error,
-            traceback=failure.traceback,
-            detect_s=failure.detect_s,
-        )
+        self._run.log.emit("failure_detected", replica=self.slot, incarnation=self._number, **failure.fields())
 
     def _follow(self, event: Record) -> None:
         """Let the slot's state follow what its current incarnation reports."""

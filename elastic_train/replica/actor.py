@@ -26,6 +26,7 @@ from elastic_train.events import EventWriter, Record, read_all, read_records
 from elastic_train.futures import result, within
 from elastic_train.process_log import print_to
 from elastic_train.replica.beacon import BeaconReader, Budgets, hang
+from elastic_train.replica.failure import ReplicaFailure
 from elastic_train.replica.process_end import ProcessEnd, crashed_ranks, of_process, of_status
 from elastic_train.replica.process_watch import ProcessId, ProcessWatch, is_alive, kill_process
 from elastic_train.replica.rank import Incarnation, SegmentPaths, beacon_path, supervisor_log_path
@@ -41,21 +42,6 @@ _SETTLE_S = 1.5
 
 _STOP_S = 30.0
 _ENDED_UNSEEN = "its process ended and nobody saw how"
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReplicaFailure:
-    """Why an incarnation ended before it had trained to the end."""
-
-    cause: str
-    rank: int | None
-    step: int
-    error: str
-    """One line."""
-    signal: str | None = None
-    traceback: str | None = None
-    detect_s: float = 0.0
-    """Seconds from the last sign of life to the detection."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,16 +270,7 @@ class ReplicaActor(Actor):
             logger.info("incarnation %d was replaced before it failed: %s", incarnation.number, failure.error)
             return failure
         failure = replace(failure, detect_s=round(self._silence(failure.rank), 3))
-        self._events(incarnation).emit(
-            "failure_detected",
-            cause=failure.cause,
-            rank=failure.rank,
-            step=failure.step,
-            signal=failure.signal,
-            error=failure.error,
-            traceback=failure.traceback,
-            detect_s=failure.detect_s,
-        )
+        self._events(incarnation).emit("failure_detected", **failure.fields())
         return failure
 
     # -- watching ----------------------------------------------------------------------------------------------------

@@ -59,7 +59,8 @@ def test_silence_is_a_hang_in_every_phase_and_a_start_gets_more_of_it(phase: Pha
 
     assert hang(replace(sample, alive_at=sample.alive_at + 1), NOW, BUDGETS) is None
     assert hang(sample, NOW, BUDGETS) == (
-        f"ran no Python code for {silent_s} s in phase {phase.name.lower()} at step 7 (stopped, or something holds the GIL)"
+        f"ran no Python code for {silent_s} s in phase {phase.name.lower()} at step 7 "
+        "(stopped, or something holds the GIL)"
     )
 
 
