@@ -19,7 +19,7 @@ from elastic_train.metrics import RunFold
 from elastic_train.orchestrator.control import ControlServer, Reply, Request
 from elastic_train.orchestrator.end import RunEnd
 from elastic_train.orchestrator.slot import ReplicaSlot, RunContext, SlotEnd
-from elastic_train.replica.process_end import of_process
+from elastic_train.replica.watch.process_end import of_process
 
 logger = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ from elastic_train.events import EventLog, LineFile, Record
 from elastic_train.orchestrator import accelerators, monarch_env, runfolder
 from elastic_train.orchestrator.end import RunEnd
 from elastic_train.process_log import stderr_to
-from elastic_train.replica.corpus import ensure_corpus
-from elastic_train.replica.sources import STDLIB, check_dataset, check_tokenizer
+from elastic_train.replica.data.corpus import ensure_corpus
+from elastic_train.replica.data.sources import STDLIB, check_dataset, check_tokenizer
 
 logger = logging.getLogger(__name__)
 

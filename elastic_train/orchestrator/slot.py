@@ -11,15 +11,11 @@ import os
 import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any
-
-from monarch.actor import ProcMesh
 
 from elastic_train.clock import Clock
 from elastic_train.config import RunConfig
 from elastic_train.config.faults import FaultSpec
 from elastic_train.events import EventLog, LineFile, Record
-from elastic_train.futures import result, within
 from elastic_train.lifecycle import IllegalTransition, ReplicaLifecycle, ReplicaState, Trigger
 from elastic_train.orchestrator.accelerators import find
 from elastic_train.orchestrator.barrier import ColdStart
@@ -27,16 +23,13 @@ from elastic_train.orchestrator.monarch_env import trainer_environment
 from elastic_train.orchestrator.policy import Failure, Reallocate, RestartInPlace, Retire, Stop, decide
 from elastic_train.orchestrator.runfolder import RunFolder
 from elastic_train.orchestrator.scheduler import Allocation, Scheduler
-from elastic_train.replica.actor import ReplicaActor, SegmentPart
-from elastic_train.replica.failure import ReplicaFailure
-from elastic_train.replica.process_end import of_process
-from elastic_train.replica.process_watch import ProcessId
+from elastic_train.orchestrator.supervisor import Supervisor, SupervisorLost
+from elastic_train.replica.actor import SegmentPart
 from elastic_train.replica.rank import Incarnation
+from elastic_train.replica.watch.failure import ReplicaFailure
+from elastic_train.replica.watch.process_watch import ProcessId
 
 logger = logging.getLogger(__name__)
-
-_ANSWER_S = 10.0
-"""How long a supervisor that is not busy may take to answer."""
 
 _LIFECYCLE_OF_EVENT = {
     "heal_started": Trigger.HEAL_STARTED,
@@ -95,8 +88,7 @@ class ReplicaSlot:
         self._number = -1
         self._incarnation: Incarnation | None = None
         self._allocation: Allocation | None = None
-        self._actor: Any = None
-        self._actor_mesh: ProcMesh | None = None
+        self._supervisor: Supervisor | None = None
         self._processes: list[ProcessId] = []
         self._failures: list[Failure] = []
         self._running_since: float | None = None
@@ -127,15 +119,13 @@ class ReplicaSlot:
     async def pump(self) -> None:
         """Merge what the slot's processes wrote since the last time into the run's log."""
         async with self._pumping:
-            actor, incarnation = self._actor, self._incarnation
-            if actor is None or incarnation is None:
+            supervisor, incarnation = self._supervisor, self._incarnation
+            if supervisor is None or incarnation is None:
                 return
             while True:
                 try:
-                    part: SegmentPart = await asyncio.wait_for(
-                        result(actor.read_segment.call_one(incarnation, self._offsets)), _ANSWER_S
-                    )
-                except Exception as error:
+                    part: SegmentPart = await supervisor.ask_soon("read_segment", incarnation, self._offsets)
+                except (SupervisorLost, TimeoutError) as error:
                     # A dead supervisor shows in the call that is pending on it; its successor reads on from here.
                     logger.info("replica %d: its events could not be read: %s", self.slot, error)
                     return
@@ -155,19 +145,20 @@ class ReplicaSlot:
 
     async def inject(self, spec: FaultSpec) -> bool:
         """Pass a fault on to the process it is meant for; False if there is none at the moment."""
-        if self._actor is None:
+        if self._supervisor is None:
             return False
         try:
-            return bool(await asyncio.wait_for(result(self._actor.inject.call_one(spec)), _ANSWER_S))
-        except Exception:
+            return bool(await self._supervisor.ask_soon("inject", spec))
+        except (SupervisorLost, TimeoutError):
             # A fault that ends the ReplicaActor itself leaves no answer.
             return spec.kind == "replica_actor"
 
     async def save(self) -> bool:
         """Let the replica, which has trained to the end, write the last state of the run."""
+        assert self._supervisor is not None, "a slot that trained to the end has its supervisor"
         try:
-            failure = await result(self._actor.save.call_one())
-        except Exception as error:
+            failure = await self._supervisor.ask("save")
+        except SupervisorLost as error:
             logger.warning("replica %d could not write the last state: %s", self.slot, error)
             return False
         await self.pump()
@@ -175,14 +166,11 @@ class ReplicaSlot:
 
     async def shut_down(self) -> None:
         """End the slot's processes and give its hosts back."""
-        if self._actor is not None:
-            grace = self._run.config.recovery.stop_timeout_s
-            ending = self._actor.shut_down.call_one(grace)
-            await within(grace + _ANSWER_S, ending, f"replica {self.slot} does not shut down")
+        if self._supervisor is not None:
+            await self._supervisor.close(self._run.config.recovery.stop_timeout_s)
             await self.pump()
-        actor_mesh, self._actor, self._actor_mesh = self._actor_mesh, None, None
-        if actor_mesh is not None:
-            await within(_ANSWER_S, actor_mesh.stop("the run ends"), f"replica {self.slot}'s supervisor does not stop")
+            supervisor, self._supervisor = self._supervisor, None
+            await supervisor.stop()
         if self._allocation is not None:
             await self._run.scheduler.release(self._allocation)
             self._allocation = None
@@ -230,9 +218,9 @@ class ReplicaSlot:
             environment=self._environment(),
         )
         try:
-            actor = self._ensure_actor()
-            start = result(actor.start.call_one(incarnation, self._processes, actor))
-            failure = await (start if incarnation.joining else self._unless_too_late(start))
+            supervisor = self._ensure_supervisor()
+            start = supervisor.start(incarnation, self._processes)
+            failure: ReplicaFailure | None = await (start if incarnation.joining else self._unless_too_late(start))
             if failure is not None:
                 return failure
             await self.pump()
@@ -240,9 +228,10 @@ class ReplicaSlot:
             if not incarnation.joining:
                 await run.barrier.arrive(self.slot)
                 self.apply(Trigger.RELEASED)
-            return await result(actor.train.call_one())
-        except Exception as error:
-            return self._supervisor_lost(error)
+            failure = await supervisor.ask("train")
+            return failure
+        except SupervisorLost as lost:
+            return self._supervisor_lost(lost)
 
     def _environment(self) -> tuple[tuple[str, str], ...]:
         settings = self._run.config.orchestrator
@@ -276,33 +265,32 @@ class ReplicaSlot:
         self._log_failure(failure)
         return failure
 
-    def _ensure_actor(self) -> Any:
-        if self._actor is None:
+    def _ensure_supervisor(self) -> Supervisor:
+        if self._supervisor is None:
             assert self._allocation is not None
-            self._actor_mesh = self._allocation.mesh.spawn_procs(
-                {"replica": 1}, name=f"replica_actor_{self.slot}_{self._number}"
+            self._supervisor = Supervisor(
+                self._allocation,
+                f"replica_actor_{self.slot}_{self._number}",
+                self.slot,
+                self._run.folder.path,
+                on_this_host=self._run.scheduler.loopback,
             )
-            self._actor = self._actor_mesh.spawn("replica", ReplicaActor, self.slot, self._run.folder.path)
-        return self._actor
+        return self._supervisor
 
-    def _supervisor_lost(self, error: Exception) -> ReplicaFailure:
-        """The ReplicaActor is gone, and with it whoever could have written the failure down."""
-        end = of_process(str(error))
-        mesh, self._actor, self._actor_mesh = self._actor_mesh, None, None
-        if mesh is not None:
+    def _supervisor_lost(self, lost: SupervisorLost) -> ReplicaFailure:
+        supervisor, self._supervisor = self._supervisor, None
+        if supervisor is not None:
             # Its process may have outlived the actor, and stopping a dead one can take long.
-            stop = asyncio.ensure_future(
-                within(_ANSWER_S, mesh.stop("its actor is gone"), "a supervisor does not stop")
-            )
-            self._background.add(stop)
-            stop.add_done_callback(self._background.discard)
+            stopping = asyncio.ensure_future(supervisor.stop())
+            self._background.add(stopping)
+            stopping.add_done_callback(self._background.discard)
         failure = ReplicaFailure(
-            cause=end.cause if end else "exception",
+            cause=lost.end.cause if lost.end else "exception",
             rank=None,
             step=self._step,
-            error=f"its ReplicaActor {end.error if end else 'failed: ' + str(error).strip().splitlines()[-1]}",
-            signal=end.signal if end else None,
-            traceback=None if end else str(error),
+            error=f"its ReplicaActor {lost.end.error if lost.end else f'failed: {lost}'}",
+            signal=lost.end.signal if lost.end else None,
+            traceback=None if lost.end else str(lost.__cause__ or lost),
         )
         self._log_failure(failure)
         return failure

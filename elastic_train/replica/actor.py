@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 from monarch.actor import Actor, MeshFailure, concurrent_endpoint, default_bootstrap_cmd, this_host
 from monarch.spmd import setup_torch_elastic_env_async
 
@@ -25,12 +26,12 @@ from elastic_train.config.faults import FaultSpec
 from elastic_train.events import EventWriter, Record, read_all, read_records
 from elastic_train.futures import result, within
 from elastic_train.process_log import print_to
-from elastic_train.replica.beacon import BeaconReader, Budgets, hang
-from elastic_train.replica.failure import ReplicaFailure
-from elastic_train.replica.process_end import ProcessEnd, crashed_ranks, of_process, of_status
-from elastic_train.replica.process_watch import ProcessId, ProcessWatch, is_alive, kill_process
 from elastic_train.replica.rank import Incarnation, SegmentPaths, beacon_path, supervisor_log_path
 from elastic_train.replica.trainer_actor import ProcessActor, TrainerActor
+from elastic_train.replica.watch.beacon import BeaconReader, Budgets, hang
+from elastic_train.replica.watch.failure import ReplicaFailure
+from elastic_train.replica.watch.process_end import ProcessEnd, crashed_ranks, of_process, of_status
+from elastic_train.replica.watch.process_watch import ProcessId, ProcessWatch, is_alive, kill_process
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +83,11 @@ class ReplicaActor(Actor):
                 if rank < len(self._watches) and self._watches[rank].ended:
                     self._ends[rank] = end
         return True
+
+    @concurrent_endpoint
+    async def identity(self) -> ProcessId:
+        """This process, which others may want to watch."""
+        return os.getpid(), psutil.Process().create_time()
 
     @concurrent_endpoint
     async def start(self, incarnation: Incarnation, orphans: list[ProcessId], handle: Any) -> ReplicaFailure | None:

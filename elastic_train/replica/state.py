@@ -9,8 +9,8 @@ import torch
 import xxhash
 
 from elastic_train.peer_ckpt.shards import export_optimizer, export_tensors, load_optimizer, load_tensors, raw_bytes
-from elastic_train.replica.data import PositionTable
-from elastic_train.replica.lr import set_lr_step
+from elastic_train.replica.data.loader import PositionTable
+from elastic_train.replica.titan.lr import set_lr_step
 
 if TYPE_CHECKING:
     from elastic_train.replica.trainer import ElasticTrainer

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
-from elastic_train.replica import titan_fixes  # isort: skip  (must come before the rest of torchtitan)
+from elastic_train.replica.titan import fixes  # isort: skip  (must come before the rest of torchtitan)
 
 import torch
 import torch.distributed as dist
@@ -28,17 +28,17 @@ from elastic_train.diloco.schedule import OuterSchedule
 from elastic_train.diloco.torchft_engine import TorchftEngine
 from elastic_train.events import EventWriter, LineFile
 from elastic_train.peer_ckpt.http import MeteredHTTPTransport
-from elastic_train.replica.beacon import Beacon, Phase
-from elastic_train.replica.checkpoint import save_checkpoint
 from elastic_train.replica.control import ControlGroup
-from elastic_train.replica.data import DataError
+from elastic_train.replica.data.loader import DataError
 from elastic_train.replica.faults import FaultPlan
 from elastic_train.replica.journal import Journal
-from elastic_train.replica.lr import set_lr_step
 from elastic_train.replica.membership import Quorum, ReplicaManager, Seat, make_group, make_manager
 from elastic_train.replica.rank import Incarnation
 from elastic_train.replica.state import export_state, load_state
-from elastic_train.replica.titan import translate
+from elastic_train.replica.titan.checkpoint import save_checkpoint
+from elastic_train.replica.titan.lr import set_lr_step
+from elastic_train.replica.titan.translate import translate
+from elastic_train.replica.watch.beacon import Beacon, Phase
 
 logger = logging.getLogger(__name__)
 
@@ -102,10 +102,10 @@ class ElasticTrainer(Trainer):
                 f"the tokenizer has {self.tokenizer.get_vocab_size()} tokens, the model {config.model.flavor} room for "
                 f"{self.model_config.vocab_size}: set model.hf_assets_path or model.flavor to a pair that fits"
             )
-        if titan_fixes.DEVICE.kind == "cpu" and (incarnation.slot, incarnation.number, self.rank) == (0, 0, 0):
+        if fixes.DEVICE.kind == "cpu" and (incarnation.slot, incarnation.number, self.rank) == (0, 0, 0):
             events.emit("note", text=_ON_CPU)
         self._store = self._make_store()
-        self._group = make_group(config.diloco.backend, titan_fixes.DEVICE, config.diloco.timeout_s)
+        self._group = make_group(config.diloco.backend, fixes.DEVICE, config.diloco.timeout_s)
         faults.abort_groups = self._abort_groups
         self._membership: ReplicaManager | None = None
         self._engine: OuterSync | None = None
@@ -297,7 +297,7 @@ class ElasticTrainer(Trainer):
             split(self.model_parts, config.diloco.fragments),
             self.optimizers,
             config.diloco,
-            pin_memory=titan_fixes.DEVICE.pins_memory,
+            pin_memory=fixes.DEVICE.pins_memory,
             hooks=SyncHooks(at_point=self._at_point, progress=self._progress, on_state=self._state_is_in_place),
         )
 

@@ -21,9 +21,9 @@ from elastic_train.config.faults import FaultSpec
 from elastic_train.events import EventWriter, LineFile
 from elastic_train.process_log import print_to
 from elastic_train.replica import faults
-from elastic_train.replica.beacon import Beacon
-from elastic_train.replica.process_watch import ProcessId
 from elastic_train.replica.rank import Incarnation, SegmentPaths, beacon_path, rank_log_path
+from elastic_train.replica.watch.beacon import Beacon
+from elastic_train.replica.watch.process_watch import ProcessId
 
 if TYPE_CHECKING:
     from elastic_train.replica.trainer import ElasticTrainer
@@ -100,7 +100,7 @@ class TrainerActor(Actor):
         try:
             yield
         except BaseException as error:
-            from elastic_train.replica.causes import of_exception
+            from elastic_train.replica.watch.causes import of_exception
 
             text = traceback.format_exc()
             logger.error("this rank failed:\n%s", text)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_train.replica.beacon import Beacon, BeaconReader, Budgets, Phase, Sample, hang
+from elastic_train.replica.watch.beacon import Beacon, BeaconReader, Budgets, Phase, Sample, hang
 from tests.programs import running
 from tests.waiting import wait_until
 
@@ -16,7 +16,7 @@ NOW = 10_000.0
 # The rank is in a step; then it does what its second argument says, while its main thread gets nowhere.
 PROGRAM = """
 import ctypes, pathlib, sys
-from elastic_train.replica.beacon import Beacon, Phase
+from elastic_train.replica.watch.beacon import Beacon, Phase
 beacon = Beacon(pathlib.Path(sys.argv[1]))
 beacon.moved(Phase[sys.argv[2]], 7)
 print("ready", flush=True)

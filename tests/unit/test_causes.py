@@ -8,10 +8,10 @@ from elastic_train.config import ConfigError, EnvironmentProblem
 from elastic_train.diloco.engine import NoPeerState, SyncFailed
 from elastic_train.events import CAUSES
 from elastic_train.peer_ckpt.shards import StateMismatch
-from elastic_train.replica.causes import of_exception
 from elastic_train.replica.control import ReplicaBroken
+from elastic_train.replica.data.sources import DataError
 from elastic_train.replica.faults import InjectedError
-from elastic_train.replica.sources import DataError
+from elastic_train.replica.watch.causes import of_exception
 
 CONNECTION_CLOSED = "[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:9"
 

@@ -10,14 +10,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from elastic_train.replica import titan_fixes  # noqa: F401  # isort: skip  (must come before the rest of torchtitan)
+from elastic_train.replica.titan import fixes  # noqa: F401  # isort: skip  (must come before the rest of torchtitan)
 
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
 
 from elastic_train.config import CheckpointConfig
-from elastic_train.replica.checkpoint import save_checkpoint
 from elastic_train.replica.control import ControlGroup
+from elastic_train.replica.titan.checkpoint import save_checkpoint
 from tests.groups import group_of_one
 
 

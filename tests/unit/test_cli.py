@@ -8,6 +8,7 @@ import pytest
 from elastic_train.cli import main
 from elastic_train.config import EnvironmentProblem
 from elastic_train.config.keys import keys, sections
+from elastic_train.orchestrator.end import RunEnd
 
 HEAVY = ("torch", "torchft", "torchtitan", "monarch", "datasets", "tokenizers", "numpy", "rich")
 
@@ -57,16 +58,21 @@ def stand_in(monkeypatch, name: str, **functions: object) -> None:
     monkeypatch.setitem(sys.modules, name, module)
 
 
+class Runs(list):
+    """What `run` was called with: config, notes, run_dir, name."""
+
+    end = RunEnd(status="succeeded")
+
+    def run(self, config, notes, *, name, run_dir, view):
+        self.append((config, notes, run_dir, name))
+        return self.end
+
+
 @pytest.fixture
 def runs(monkeypatch):
-    """What `run` was called with."""
-    calls: list[tuple[object, ...]] = []
-
-    def run(*arguments):
-        calls.append(arguments)
-        return 0
-
-    stand_in(monkeypatch, "elastic_train.orchestrator.run", run=run)
+    calls = Runs()
+    stand_in(monkeypatch, "elastic_train.orchestrator.run", run=calls.run)
+    stand_in(monkeypatch, "elastic_train.observe.summary", summary_lines=lambda fold: [])
     return calls
 
 
@@ -147,14 +153,22 @@ def test_notes_reach_the_run(call, config, runs, monkeypatch):
     assert len(runs[0][1]) == 1
 
 
-@pytest.mark.parametrize("code", [0, 1, 130])
-def test_the_exit_code_is_the_runs(call, config, monkeypatch, code):
-    stand_in(monkeypatch, "elastic_train.orchestrator.run", run=lambda *_: code)
-    assert call("run", config)[0] == code
+@pytest.mark.parametrize(
+    ("end", "code", "last_line"),
+    [
+        (RunEnd(status="succeeded"), 0, ""),
+        (RunEnd(status="interrupted"), 130, ""),
+        (RunEnd(status="failed", cause="signal", reason="killed"), 1, "elastic-train: signal: killed\n"),
+        (RunEnd(status="failed", cause="config_error", reason="no"), 2, "elastic-train: config_error: no\n"),
+    ],
+)
+def test_the_exit_code_is_the_runs(call, config, runs, end, code, last_line):
+    runs.end = end
+    assert call("run", config) == (code, "", last_line)
 
 
 def test_an_environment_problem_is_one_line(call, config, monkeypatch):
-    def run(*_: object) -> int:
+    def run(*_: object, **__: object) -> int:
         raise EnvironmentProblem("port 80 is in use:\nset lighthouse.port = 0")
 
     stand_in(monkeypatch, "elastic_train.orchestrator.run", run=run)
@@ -162,7 +176,7 @@ def test_an_environment_problem_is_one_line(call, config, monkeypatch):
 
 
 def test_an_interrupt_has_its_own_exit_code(call, config, monkeypatch):
-    def run(*_: object) -> int:
+    def run(*_: object, **__: object) -> int:
         raise KeyboardInterrupt
 
     stand_in(monkeypatch, "elastic_train.orchestrator.run", run=run)

@@ -11,7 +11,7 @@ def test_every_flavor_has_a_shape():
 
 @pytest.mark.parametrize("flavor", SHAPES)
 def test_shapes_are_those_of_the_models(flavor):
-    from elastic_train.replica.flavors import model_spec
+    from elastic_train.replica.titan.flavors import model_spec
 
     model = model_spec(flavor).model
     attention = model.layers[0].attention

@@ -11,13 +11,13 @@ import filelock
 import pytest
 
 from elastic_train.config import EnvironmentProblem
-from elastic_train.replica import corpus
-from elastic_train.replica.corpus import CorpusPaths, ensure_corpus, tokenizer_folder
+from elastic_train.replica.data import corpus
+from elastic_train.replica.data.corpus import CorpusPaths, ensure_corpus, tokenizer_folder
 
 # A small package stands for the library where its size does not matter.
 PATCHED = f"""
 import os, sys
-from elastic_train.replica import corpus
+from elastic_train.replica.data import corpus
 corpus.sysconfig.get_path = lambda _: {os.path.join(sysconfig.get_path("stdlib"), "asyncio")!r}
 write_tokenizer = corpus._write_tokenizer
 """
@@ -62,7 +62,7 @@ def test_documents_are_the_library(built: CorpusPaths) -> None:
 
 
 def test_tokenizer_is_one_that_torchtitan_reads(built: CorpusPaths) -> None:
-    from elastic_train.replica import titan_fixes  # noqa: F401  # isort: skip
+    from elastic_train.replica.titan import fixes  # noqa: F401  # isort: skip
     from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
     tokenizer = HuggingFaceTokenizer(tokenizer_path=str(built.tokenizer))

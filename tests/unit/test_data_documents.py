@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_train.config import EnvironmentProblem
-from elastic_train.replica.data_documents import Documents, open_documents
-from elastic_train.replica.sources import DataError, find_source
+from elastic_train.replica.data.documents import Documents, open_documents
+from elastic_train.replica.data.sources import DataError, find_source
 
 TEXTS = ["one", "two\nlines", "three", "", "five"]
 
@@ -100,7 +100,7 @@ def test_changed_file_is_read_anew(tmp_path: Path) -> None:
 def test_unchanged_file_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
     open_at(path)
-    monkeypatch.setattr("elastic_train.replica.data_files._text_of", lambda *_: pytest.fail("read again"))
+    monkeypatch.setattr("elastic_train.replica.data.files._text_of", lambda *_: pytest.fail("read again"))
 
     assert all_texts(open_at(path)) == TEXTS
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_train.config import EnvironmentProblem
-from elastic_train.replica.data_files import cut, read_json, read_text
+from elastic_train.replica.data.files import cut, read_json, read_text
 
 LINES = st.lists(st.text(alphabet="ab \n", max_size=12), max_size=20)
 

@@ -6,15 +6,15 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_train.replica import titan_fixes  # noqa: F401  # isort: skip  (must come before the rest of torchtitan)
+from elastic_train.replica.titan import fixes  # noqa: F401  # isort: skip  (must come before the rest of torchtitan)
 
 import datasets
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.tokenizer import BaseTokenizer
 
 from elastic_train.config import EnvironmentProblem
-from elastic_train.replica.data import ElasticDataLoader, PositionTable, ShardPosition
-from elastic_train.replica.data_documents import Documents
+from elastic_train.replica.data.documents import Documents
+from elastic_train.replica.data.loader import ElasticDataLoader, PositionTable, ShardPosition
 
 SHARDS = 8
 FIRST = ord("A")
@@ -42,7 +42,7 @@ def dataset(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def open_documents(_: object, virtual_shards: int) -> Documents:
         return Documents(datasets.Dataset.from_dict({"text": texts}), virtual_shards)
 
-    monkeypatch.setattr("elastic_train.replica.data.open_documents", open_documents)
+    monkeypatch.setattr("elastic_train.replica.data.loader.open_documents", open_documents)
     return texts
 
 

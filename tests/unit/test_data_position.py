@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_train.replica.data_position import PositionTable, ShardPosition
+from elastic_train.replica.data.position import PositionTable, ShardPosition
 
 SHARDS = 6
 BIG = 2**61

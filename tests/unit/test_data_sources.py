@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from elastic_train.config import EnvironmentProblem
-from elastic_train.replica.sources import (
+from elastic_train.replica.data.sources import (
     TITAN_DATASETS,
     Source,
     check_dataset,
@@ -36,7 +36,7 @@ def problem_of(dataset: str, dataset_path: str = "") -> str:
 def test_checks_import_nothing_heavy() -> None:
     code = (
         "import sys\n"
-        "from elastic_train.replica.sources import check_dataset, check_tokenizer\n"
+        "from elastic_train.replica.data.sources import check_dataset, check_tokenizer\n"
         "check_dataset('stdlib', ''); check_tokenizer('')\n"
         f"print([name for name in {HEAVY!r} if name in sys.modules])\n"
     )
@@ -46,7 +46,7 @@ def test_checks_import_nothing_heavy() -> None:
 
 
 def test_names_are_those_of_torchtitan() -> None:
-    from elastic_train.replica import titan_fixes  # noqa: F401  # isort: skip
+    from elastic_train.replica.titan import fixes  # noqa: F401  # isort: skip
     from torchtitan.hf_datasets.text_datasets import DATASETS
 
     assert TITAN_DATASETS.keys() == DATASETS.keys()

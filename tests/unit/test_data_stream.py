@@ -8,16 +8,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_train.replica import titan_fixes  # noqa: F401  # isort: skip  (must come before the rest of torchtitan)
+from elastic_train.replica.titan import fixes  # noqa: F401  # isort: skip  (must come before the rest of torchtitan)
 
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.hf_datasets import DatasetConfig
 from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDataset
 
-from elastic_train.replica.data_documents import Documents, Shard
-from elastic_train.replica.data_position import ShardPosition
-from elastic_train.replica.data_stream import Sample, ShardStream, _Lengths, _Packing
-from elastic_train.replica.sources import DataError
+from elastic_train.replica.data.documents import Documents, Shard
+from elastic_train.replica.data.position import ShardPosition
+from elastic_train.replica.data.sources import DataError
+from elastic_train.replica.data.stream import Sample, ShardStream, _Lengths, _Packing
 
 BOS, EOS = 0, 1
 

@@ -8,8 +8,8 @@ import pytest
 
 from elastic_train.config.faults import POINTS, FaultSpec
 from elastic_train.replica import faults
-from elastic_train.replica.beacon import BeaconReader
 from elastic_train.replica.faults import FaultPlan, InjectedError
+from elastic_train.replica.watch.beacon import BeaconReader
 from tests.programs import running
 from tests.waiting import wait_until
 
@@ -149,7 +149,9 @@ def test_a_stopped_process_stands_still_after_its_announcement() -> None:
 
 def test_a_hanging_process_lives_and_runs_no_thread(tmp_path: Path) -> None:
     path = tmp_path / "beacon"
-    beating = "import pathlib, sys; from elastic_train.replica.beacon import Beacon; Beacon(pathlib.Path(sys.argv[3]))"
+    beating = (
+        "import pathlib, sys; from elastic_train.replica.watch.beacon import Beacon; Beacon(pathlib.Path(sys.argv[3]))"
+    )
     with running(beating + PROGRAM, "0.0@5:hang", 0, path) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "0.0@5:hang\n"

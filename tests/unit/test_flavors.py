@@ -1,3 +1,5 @@
+from elastic_train.replica.titan import fixes  # isort: skip  (must come before the rest of torchtitan)
+
 import pytest
 import torch
 from torchtitan.models.common.attention import ScaledDotProductAttention
@@ -5,8 +7,7 @@ from torchtitan.models.llama3 import llama3_configs
 
 from elastic_train.config import ConfigError
 from elastic_train.device import Device
-from elastic_train.replica import titan_fixes
-from elastic_train.replica.flavors import TINY_VOCABULARY, model_spec
+from elastic_train.replica.titan.flavors import TINY_VOCABULARY, model_spec
 
 SHAPES = {
     "tiny": (2, 64, TINY_VOCABULARY),
@@ -36,7 +37,7 @@ def test_shape(flavor: str) -> None:
 def test_attention_is_one_that_trains_on_the_device(
     monkeypatch: pytest.MonkeyPatch, kind: str, trains_everywhere: bool
 ) -> None:
-    monkeypatch.setattr(titan_fixes, "DEVICE", Device(kind))  # type: ignore[arg-type]
+    monkeypatch.setattr(fixes, "DEVICE", Device(kind))  # type: ignore[arg-type]
 
     attention = {type(layer.attention.inner_attention) for layer in model_spec("tiny").model.layers}
 

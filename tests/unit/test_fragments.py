@@ -2,10 +2,10 @@ import pytest
 import torch
 from torch import nn
 
-from elastic_train.replica import titan_fixes  # noqa: F401  # isort: skip  (must come before the rest of torchtitan)
+from elastic_train.replica.titan import fixes  # noqa: F401  # isort: skip  (must come before the rest of torchtitan)
 
 from elastic_train.diloco.fragments import split
-from elastic_train.replica.flavors import model_spec
+from elastic_train.replica.titan.flavors import model_spec
 
 
 class Model(nn.Module):

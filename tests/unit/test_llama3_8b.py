@@ -12,14 +12,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from elastic_train.replica import titan_fixes  # noqa: F401  # isort: skip  (must come before the rest of torchtitan)
+from elastic_train.replica.titan import fixes  # noqa: F401  # isort: skip  (must come before the rest of torchtitan)
 
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.utils import get_spmd_backend, set_spmd_backend
 
 from elastic_train.config import load_config
 from elastic_train.diloco.fragments import split
-from elastic_train.replica.titan import translate
+from elastic_train.replica.titan.translate import translate
 
 CONFIG = Path(__file__).parents[2] / "configs" / "llama3_8b.toml"
 PARAMETERS = 8_030_261_248

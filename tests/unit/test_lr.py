@@ -5,11 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from elastic_train.replica import titan_fixes  # noqa: F401  # isort: skip  (must come before the rest of torchtitan)
+from elastic_train.replica.titan import fixes  # noqa: F401  # isort: skip  (must come before the rest of torchtitan)
 
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
 
-from elastic_train.replica.lr import set_lr_step
+from elastic_train.replica.titan.lr import set_lr_step
 
 STEPS = 30
 

@@ -2,7 +2,7 @@ import signal
 
 import pytest
 
-from elastic_train.replica.process_end import ProcessEnd, crashed_ranks, of_process, of_status
+from elastic_train.replica.watch.process_end import ProcessEnd, crashed_ranks, of_process, of_status
 
 # As Monarch 0.7 reports the end of a process.
 REPORT = (

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 import psutil
 import pytest
 
-from elastic_train.replica.process_end import ProcessEnd, of_status
-from elastic_train.replica.process_watch import ProcessId, ProcessWatch, is_alive, kill_process
+from elastic_train.replica.watch.process_end import ProcessEnd, of_status
+from elastic_train.replica.watch.process_watch import ProcessId, ProcessWatch, is_alive, kill_process
 from tests.programs import running
 from tests.waiting import wait_until
 

@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import nn
 
-from elastic_train.replica import titan_fixes  # noqa: F401  # isort: skip  (must come before the rest of torchtitan)
+from elastic_train.replica.titan import fixes  # noqa: F401  # isort: skip  (must come before the rest of torchtitan)
 
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
 from torchtitan.components.tokenizer import BaseTokenizer
 
 from elastic_train.diloco.engine import SyncHooks
 from elastic_train.peer_ckpt.shards import StateMismatch
-from elastic_train.replica.data import ElasticDataLoader
-from elastic_train.replica.data_position import ShardPosition
+from elastic_train.replica.data.loader import ElasticDataLoader
+from elastic_train.replica.data.position import ShardPosition
 from elastic_train.replica.state import export_state, load_state
 from tests.outer import lighthouse, member
 

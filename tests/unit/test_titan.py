@@ -2,6 +2,8 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from elastic_train.replica.titan import fixes  # isort: skip  (must come before the rest of torchtitan)
+
 import pytest
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.config import ParallelismConfig as TitanParallelism
@@ -28,9 +30,8 @@ from elastic_train.config import (
 )
 from elastic_train.config.support import UNSUPPORTED
 from elastic_train.device import Device
-from elastic_train.replica import titan_fixes
-from elastic_train.replica.corpus import ensure_corpus
-from elastic_train.replica.titan import translate
+from elastic_train.replica.data.corpus import ensure_corpus
+from elastic_train.replica.titan.translate import translate
 
 RUN_DIR = Path("/runs/one")
 # Given, so that the embedded tokenizer need not be made.
@@ -44,7 +45,7 @@ def titan(slot: int = 0, **sections: Any) -> Any:
 
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(titan_fixes, "DEVICE", Device("cuda"))
+    monkeypatch.setattr(fixes, "DEVICE", Device("cuda"))
 
 
 def assert_same(theirs: Any, ours: Any, without: tuple[str, ...] = ()) -> None:

@@ -22,7 +22,7 @@ import filelock
 import platformdirs
 
 from elastic_train.config import EnvironmentProblem
-from elastic_train.replica.data_files import TEXT_COLUMN, cut
+from elastic_train.replica.data.files import TEXT_COLUMN, cut
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from elastic_train.replica import titan_fixes  # noqa: F401  # isort: skip  (must come before the rest of torchtitan)
+from elastic_train.replica.titan import fixes  # noqa: F401  # isort: skip  (must come before the rest of torchtitan)
 
 import datasets
 from datasets.distributed import split_dataset_by_node
@@ -17,9 +17,9 @@ from datasets.exceptions import DatasetNotFoundError
 from torchtitan.hf_datasets.text_datasets import DATASETS
 
 from elastic_train.config import EnvironmentProblem
-from elastic_train.replica.corpus import ensure_corpus
-from elastic_train.replica.data_files import DOCUMENT_CHARS, TEXT_COLUMN, read_json, read_text
-from elastic_train.replica.sources import DataError, Source
+from elastic_train.replica.data.corpus import ensure_corpus
+from elastic_train.replica.data.files import DOCUMENT_CHARS, TEXT_COLUMN, read_json, read_text
+from elastic_train.replica.data.sources import DataError, Source
 
 logger = logging.getLogger(__name__)
 

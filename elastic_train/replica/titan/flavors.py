@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from elastic_train.replica import titan_fixes  # isort: skip  (must come before the rest of torchtitan)
+from elastic_train.replica.titan import fixes  # isort: skip  (must come before the rest of torchtitan)
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -38,7 +38,7 @@ def model_spec(flavor: str) -> ModelSpec:
         spec = model_registry(flavor)
     else:
         raise ConfigError(f"model.flavor: no Llama 3 flavor {flavor!r}; there are tiny, {', '.join(llama3_configs)}")
-    if titan_fixes.DEVICE.kind == "cpu":
+    if fixes.DEVICE.kind == "cpu":
         for layer in spec.model.layers:
             layer.attention.inner_attention = ScaledDotProductAttention.Config()
     return dataclasses.replace(spec, parallelize_fn=_without_premul_sum(spec.parallelize_fn))
@@ -49,7 +49,7 @@ def _without_premul_sum(parallelize: Callable[..., nn.Module]) -> Callable[..., 
 
     def parallelized(model: nn.Module, **settings: Any) -> nn.Module:
         model = parallelize(model, **settings)
-        if titan_fixes.DEVICE.backend == "gloo":
+        if fixes.DEVICE.backend == "gloo":
             for module in model.modules():
                 if isinstance(module, FSDPModule):
                     module.set_force_sum_reduction_for_comms(True)

@@ -11,7 +11,7 @@ from elastic_train.config import ConfigError, EnvironmentProblem
 from elastic_train.diloco.engine import NoPeerState, SyncFailed
 from elastic_train.peer_ckpt.shards import StateMismatch
 from elastic_train.replica.control import ReplicaBroken
-from elastic_train.replica.sources import DataError
+from elastic_train.replica.data.sources import DataError
 
 _DATA_LIBRARIES = ("datasets", "pyarrow", "huggingface_hub")
 _COMM_WORDS = re.compile(

@@ -11,17 +11,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from elastic_train.replica import titan_fixes  # isort: skip  (must come before the rest of torchtitan)
+from elastic_train.replica.titan import fixes  # isort: skip  (must come before the rest of torchtitan)
 
 import torch
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.tokenizer import BaseTokenizer
 
 from elastic_train.config import EnvironmentProblem
-from elastic_train.replica.data_documents import open_documents
-from elastic_train.replica.data_position import PositionTable, ShardPosition
-from elastic_train.replica.data_stream import Sample, ShardStream
-from elastic_train.replica.sources import DataError, find_source
+from elastic_train.replica.data.documents import open_documents
+from elastic_train.replica.data.position import PositionTable, ShardPosition
+from elastic_train.replica.data.sources import DataError, find_source
+from elastic_train.replica.data.stream import Sample, ShardStream
 
 __all__ = ["Batch", "DataError", "ElasticDataLoader", "PositionTable", "ShardPosition"]
 
@@ -82,7 +82,7 @@ class ElasticDataLoader(BaseDataLoader):
         self._seq_len = seq_len
         self._batch_size = local_batch_size
         self._infinite = config.infinite
-        self._pin_memory = config.pin_memory and titan_fixes.DEVICE.pins_memory
+        self._pin_memory = config.pin_memory and fixes.DEVICE.pins_memory
         self._reader = f"reader {reader} of {readers}"
         self._owned = [
             shard for shard in range(reader, config.virtual_shards, readers) if not self._documents.is_empty(shard)

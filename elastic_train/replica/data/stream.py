@@ -10,15 +10,15 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-from elastic_train.replica import titan_fixes  # noqa: F401  # isort: skip  (must come before the rest of torchtitan)
+from elastic_train.replica.titan import fixes  # noqa: F401  # isort: skip  (must come before the rest of torchtitan)
 
 import torch
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataset
 
-from elastic_train.replica.data_documents import Shard
-from elastic_train.replica.data_position import ShardPosition
-from elastic_train.replica.sources import DataError
+from elastic_train.replica.data.documents import Shard
+from elastic_train.replica.data.position import ShardPosition
+from elastic_train.replica.data.sources import DataError
 
 Sample = tuple[dict[str, torch.Tensor], torch.Tensor]
 

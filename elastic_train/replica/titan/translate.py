@@ -11,7 +11,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from elastic_train.replica import titan_fixes  # isort: skip  (must come before the rest of torchtitan)
+from elastic_train.replica.titan import fixes  # isort: skip  (must come before the rest of torchtitan)
 
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
@@ -23,10 +23,10 @@ from torchtitan.tools.profiler import Profiler
 from torchtitan.trainer import Trainer
 
 from elastic_train.config import ActivationCheckpointConfig, DataLoaderConfig, OptimizerConfig, RunConfig
-from elastic_train.replica.corpus import ensure_corpus
-from elastic_train.replica.data import ElasticDataLoader
-from elastic_train.replica.flavors import model_spec
-from elastic_train.replica.step_metrics import StepMetrics
+from elastic_train.replica.data.corpus import ensure_corpus
+from elastic_train.replica.data.loader import ElasticDataLoader
+from elastic_train.replica.titan.flavors import model_spec
+from elastic_train.replica.titan.step_metrics import StepMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ def translate(config: RunConfig, *, slot: int, run_dir: Path) -> Trainer.Config:
         ConfigError: the config names a model that does not exist.
     """
     spec = model_spec(config.model.flavor)
-    training, parallelism, on_cpu = config.training, config.parallelism, titan_fixes.DEVICE.kind == "cpu"
+    training, parallelism, on_cpu = config.training, config.parallelism, fixes.DEVICE.kind == "cpu"
     if on_cpu and training.mixed_precision_param != "float32":
         logger.info("training in float32: bfloat16 has no fast kernels on a CPU")
     loss = CrossEntropyLoss.Config(global_vocab_size=spec.model.vocab_size)

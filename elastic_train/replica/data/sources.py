@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from elastic_train.config import EnvironmentProblem
-from elastic_train.replica.data_files import TEXT_COLUMN, read_json, read_text
+from elastic_train.replica.data.files import TEXT_COLUMN, read_json, read_text
 
 Kind = Literal["stdlib", "torchtitan", "hub", "text", "json", "parquet"]
 

@@ -1,0 +1,110 @@
+"""The controller's end of one ReplicaActor: asks it, and notices when it is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import Any
+
+from elastic_train.futures import result, within
+from elastic_train.orchestrator.scheduler import Allocation
+from elastic_train.replica.actor import ReplicaActor
+from elastic_train.replica.watch.process_end import ProcessEnd, of_process, of_status
+from elastic_train.replica.watch.process_watch import ProcessWatch
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S = 0.1
+_ANSWER_S = 10.0
+"""How long a supervisor that is not busy may take to answer."""
+_TOLD_S = 1.5
+"""How long the kernel, or Monarch, may take to tell how a process has ended."""
+
+
+class SupervisorLost(Exception):
+    """The ReplicaActor is gone, and with it whoever could have written a failure down."""
+
+    def __init__(self, end: ProcessEnd | None, text: str) -> None:
+        super().__init__(text)
+        self.end = end
+        """How its process ended, if anybody saw it."""
+
+
+class Supervisor:
+    """One ReplicaActor in a process of its own."""
+
+    def __init__(self, allocation: Allocation, name: str, slot: int, run_dir: Path, *, on_this_host: bool) -> None:
+        self._mesh = allocation.mesh.spawn_procs({"replica": 1}, name=name)
+        self._actor = self._mesh.spawn("replica", ReplicaActor, slot, run_dir)
+        self._on_this_host = on_this_host
+        self._watch: ProcessWatch | None = None
+        self._getting_known = asyncio.Lock()
+
+    async def ask(self, endpoint: str, *arguments: Any) -> Any:
+        """What the actor answers, however long it takes.
+
+        Raises:
+            SupervisorLost: its process has ended, or the actor has failed.
+        """
+        async with self._getting_known:
+            if self._on_this_host and self._watch is None:
+                self._watch = ProcessWatch(await self._answer("identity", ()))
+        return await self._answer(endpoint, arguments)
+
+    async def ask_soon(self, endpoint: str, *arguments: Any) -> Any:
+        """What the actor answers to something that it can answer at once.
+
+        Raises:
+            SupervisorLost: as ``ask``.
+            TimeoutError: it does not answer.
+        """
+        return await asyncio.wait_for(self.ask(endpoint, *arguments), _ANSWER_S)
+
+    async def start(self, *arguments: Any) -> Any:
+        """``ReplicaActor.start``, which is also told how its ranks address it."""
+        return await self.ask("start", *arguments, self._actor)
+
+    async def close(self, grace_s: float) -> None:
+        """End the replica's processes; the actor goes on answering."""
+        ending = self._actor.shut_down.call_one(grace_s)
+        await within(grace_s + _ANSWER_S, ending, "a replica does not shut down")
+
+    async def stop(self) -> None:
+        """End the actor's process."""
+        if self._watch is not None:
+            self._watch.close()
+        await within(_ANSWER_S, self._mesh.stop("its slot is done with it"), "a supervisor does not stop")
+
+    async def _answer(self, endpoint: str, arguments: tuple[Any, ...]) -> Any:
+        work = asyncio.ensure_future(result(getattr(self._actor, endpoint).call_one(*arguments)))
+        gone = asyncio.ensure_future(self._ended())
+        try:
+            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                return work.result()
+            raise SupervisorLost(await self._end(""), "its process has ended")
+        except SupervisorLost:
+            raise
+        except Exception as error:
+            text = str(error).strip()
+            raise SupervisorLost(await self._end(text), text.splitlines()[-1] if text else repr(error)) from error
+        finally:
+            work.cancel()
+            gone.cancel()
+
+    async def _ended(self) -> None:
+        """Returns when the actor's process has ended; never for one on another host, where Monarch has to tell."""
+        while self._watch is None or not self._watch.ended:
+            await asyncio.sleep(_LOOK_S)
+
+    async def _end(self, report: str) -> ProcessEnd | None:
+        """How the process ended, by the kernel or by Monarch's report; None if it runs, or nobody saw."""
+        if self._watch is not None:
+            for _ in range(round(_TOLD_S / _LOOK_S)):
+                if (status := self._watch.status()) is not None:
+                    return of_status(status)
+                if not self._watch.ended:
+                    break
+                await asyncio.sleep(_LOOK_S)
+        return of_process(report)

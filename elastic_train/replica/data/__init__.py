@@ -1,0 +1,1 @@
+"""Where a replica's data comes from, and where it stands in it."""
