@@ -11,13 +11,15 @@ from collections.abc import MutableMapping
 
 SETTINGS = {
     "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "500ms",
-    "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": "5s",
-    "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": "6s",
-    # At least the sum of the three above; more, since on a loaded machine a controller can be silent for seconds.
-    "HYPERACTOR_MESH_SUPERVISION_WATCHDOG_TIMEOUT": "60s",
+    # Silence that Monarch takes for death. A process that ends is seen at once and one that is stopped by its beacon,
+    # so these only have to find what is left, and must not take a process on a loaded machine for a dead one.
+    "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": "30s",
+    "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": "31s",
+    # At least the sum of the three above.
+    "HYPERACTOR_MESH_SUPERVISION_WATCHDOG_TIMEOUT": "90s",
     # An actor whose controller is silent for so long stops itself. Trainers of a dead ReplicaActor do not wait for
     # it: its successor ends them by pid.
-    "HYPERACTOR_MESH_ORPHAN_TIMEOUT": "60s",
+    "HYPERACTOR_MESH_ORPHAN_TIMEOUT": "90s",
     "HYPERACTOR_MESH_TERMINATE_TIMEOUT": "2s",
     "HYPERACTOR_CLEANUP_TIMEOUT": "500ms",
     "HYPERACTOR_STOP_ACTOR_TIMEOUT": "1s",
