@@ -1,9 +1,10 @@
 """Python programs that a test runs in processes of their own."""
 
 import contextlib
+import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 
 @contextlib.contextmanager
@@ -18,7 +19,10 @@ def running(program: str, *arguments: object) -> Iterator[subprocess.Popen[str]]
         process.communicate()
 
 
-def finished(program: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    """The program, run to its end; its output is captured."""
+def finished(
+    program: str, *arguments: object, environ: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """The program, run to its end with further environment variables; its output is captured."""
     command = [sys.executable, "-c", program, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    variables = {**os.environ, **(environ or {})}
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=variables)

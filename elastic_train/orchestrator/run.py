@@ -50,7 +50,7 @@ def run(config: RunConfig, notes: tuple[str, ...], *, name: str, run_dir: Path |
     _check_datasets(config)
     check_tokenizer(config.model.hf_assets_path)
     _check_port(config)
-    accelerators.find(os.environ).check(config.orchestrator.replicas, config.orchestrator.procs_per_replica)
+    _check_accelerators(config)
     config = _with_seed(config)
     folder = runfolder.create(config, name, run_dir)
     if STDLIB in (config.training.dataset, config.model.hf_assets_path or STDLIB):
@@ -127,6 +127,15 @@ def _check_datasets(config: RunConfig) -> None:
     except EnvironmentProblem as problem:
         # The keys to blame have the same names in their own section.
         raise EnvironmentProblem(str(problem).replace("training.dataset", "validation.dataset")) from problem
+
+
+def _check_accelerators(config: RunConfig) -> None:
+    found = accelerators.find(os.environ)
+    found.check(config.orchestrator.replicas, config.orchestrator.procs_per_replica)
+    if config.diloco.backend == "nccl" and not found.ids:
+        raise EnvironmentProblem(
+            'diloco.backend = "nccl" needs accelerators, and this machine shows none: use "gloo" or "auto"'
+        )
 
 
 def _check_port(config: RunConfig) -> None:

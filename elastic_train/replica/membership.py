@@ -18,7 +18,7 @@ from torchft.coordination import LighthouseClient
 from torchft.manager import REPLICA_ID_KEY, Manager
 from torchft.process_group import ProcessGroup, ProcessGroupGloo, ProcessGroupNCCL
 
-from elastic_train.config import DilocoConfig
+from elastic_train.config import ConfigError, DilocoConfig
 from elastic_train.device import Device
 from elastic_train.diloco.engine import COLD_START_STEP, FaultHook
 
@@ -109,11 +109,11 @@ def make_group(backend: str, device: Device, timeout_s: float) -> ProcessGroup:
     """The reconfigurable group of one rank with its peers. ``backend``: auto, gloo or nccl.
 
     Raises:
-        ValueError: nccl was asked for without an accelerator.
+        ConfigError: nccl was asked for without an accelerator.
     """
     chosen = device.backend if backend == "auto" else backend
     if chosen == "nccl" and device.kind == "cpu":
-        raise ValueError('diloco.backend = "nccl" needs an accelerator; use "gloo" or "auto"')
+        raise ConfigError('diloco.backend = "nccl" needs an accelerator; use "gloo" or "auto"')
     group = ProcessGroupNCCL if chosen == "nccl" else ProcessGroupGloo
     return group(timeout=timedelta(seconds=timeout_s))
 

@@ -2,6 +2,7 @@ import pytest
 import torch
 from torchft.process_group import ProcessGroupGloo, ProcessGroupNCCL
 
+from elastic_train.config import ConfigError
 from elastic_train.device import Device, detect
 from elastic_train.replica.membership import make_group, slot_of
 
@@ -24,5 +25,5 @@ def test_an_accelerator_has_its_own_library(backend: str) -> None:
 
 
 def test_nccl_needs_an_accelerator() -> None:
-    with pytest.raises(ValueError, match=r'diloco\.backend = "nccl" needs an accelerator; use "gloo" or "auto"'):
+    with pytest.raises(ConfigError, match=r'diloco\.backend = "nccl" needs an accelerator; use "gloo" or "auto"'):
         make_group("nccl", Device("cpu"), 5.0)

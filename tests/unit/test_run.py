@@ -47,8 +47,9 @@ def refusals(taken_port: int, tmp_path_factory: pytest.TempPathFactory) -> dict[
         "empty dataset": {"training.dataset": f'"{folder}/empty.txt"'},
         "validation dataset": {"validation.enable": "true", "validation.dataset": '"/no/validation"'},
         "tokenizer": {"model.hf_assets_path": '"/no/such/tokenizer"'},
+        "backend": {"diloco.backend": '"nccl"'},
     }
-    done = finished(PROGRAM, folder, json.dumps(list(reasons.values())))
+    done = finished(PROGRAM, folder, json.dumps(list(reasons.values())), environ={"CUDA_VISIBLE_DEVICES": ""})
     assert (done.returncode, done.stderr) == (0, "")
     return dict(zip(reasons, map(json.loads, done.stdout.splitlines()), strict=True))
 
@@ -57,6 +58,7 @@ def refusals(taken_port: int, tmp_path_factory: pytest.TempPathFactory) -> dict[
     ("reason", "text"),
     [
         ("port", "lighthouse.port = {port} cannot be used on 127.0.0.1 (Address already in use): choose another port"),
+        ("backend", 'diloco.backend = "nccl" needs accelerators, and this machine shows none'),
         ("host", "lighthouse.port = 29510 cannot be used on 192.0.2.1 (Cannot assign requested address)"),
         ("dataset", 'training.dataset "/no/such/data"'),
         ("empty dataset", "holds nothing: its files are empty"),
