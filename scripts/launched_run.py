@@ -18,6 +18,7 @@ from elastic_train.events import Record, read_all, read_records
 
 ROOT = Path(__file__).resolve().parent.parent
 _POLL_S = 0.05
+_LEAVE_S = 3.0
 _KILL_ROUNDS = 3
 _GONE_S = 10.0
 # Every process of a run inherits it, also one whose parent died and that is nobody's child any more.
@@ -44,7 +45,7 @@ class LaunchedRun:
         self._event_offset = 0
         self._events: list[Record] = []
         run_dir.parent.mkdir(parents=True, exist_ok=True)
-        self.console = run_dir.with_suffix(".console")
+        self.console = run_dir.parent / f"{run_dir.name}.console"
         command = [sys.executable, "-m", "elastic_train", "run", str(config_path(config)), "--run_dir", str(run_dir)]
         with self.console.open("wb") as output:
             self.process = subprocess.Popen(
@@ -132,7 +133,10 @@ class LaunchedRun:
         Returns:
             Processes that were still there although the run had ended by itself: leaks.
         """
-        leaks = self.processes() if self.process.poll() is not None else []
+        leaks: list[psutil.Process] = []
+        if self.process.poll() is not None:
+            # What dies with the run may take a moment to be gone.
+            _, leaks = psutil.wait_procs(self.processes(), timeout=_LEAVE_S)
         self.process.kill()
         self.process.wait()
         # More than once: a process that dies may just have started another.

@@ -162,7 +162,9 @@ class TorchftEngine(OuterSync):
         error = self._manager.errored()
         self._failures = 0 if committed else self._failures + 1
         cause = None if committed else str(error.original_exception if error else "a rank voted no")
-        if self._failures > self._config.max_retries:
+        # Syncs fail for everybody at once. If all gave up at once, nobody would be left with the run's state.
+        patience = self._config.max_retries + (self._manager.participating_rank() or 0)
+        if self._failures > patience:
             raise SyncFailed(f"{self._failures} syncs failed in a row, the last: {cause}")
         return Sync(
             committed=committed,

@@ -61,7 +61,9 @@ def find(
     if (torch_version or version("torch")).endswith("+cpu"):
         return Accelerators(variable, ())
     if variable in environ:
-        return Accelerators(variable, tuple(name for name in environ[variable].split(",") if name.strip()))
+        return Accelerators(
+            variable, tuple(name for name in environ[variable].split(",") if name.strip() not in ("", "-1"))
+        )
     count = sum(1 for node in nodes.glob("*") if _is_gpu(node)) if amd else len(list(devices.glob(_NVIDIA_DEVICES)))
     return Accelerators(variable, tuple(map(str, range(count))))
 

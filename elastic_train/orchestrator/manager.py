@@ -24,6 +24,7 @@ from elastic_train.replica.watch.process_end import of_process
 logger = logging.getLogger(__name__)
 
 _PUMP_S = 0.2
+_LOOK_S = 0.5
 _STOP_S = 10.0
 
 
@@ -61,15 +62,17 @@ class OrchestrationManager:
             self._run.folder.announce_controller(self._control.socket)
             end = await self._until(interrupted)
         finally:
-            await self._shut_down()
-            log.emit(
-                "run_finished",
-                status=end.status,
-                cause=end.cause,
-                inner_step=self._fold.inner_step,
-                outer_step=self._fold.outer_step,
-                loss=self._fold.last_loss,
-            )
+            try:
+                await self._shut_down()
+            finally:
+                log.emit(
+                    "run_finished",
+                    status=end.status,
+                    cause=end.cause,
+                    inner_step=self._fold.inner_step,
+                    outer_step=self._fold.outer_step,
+                    loss=self._fold.last_loss,
+                )
         return end
 
     async def _until(self, interrupted: asyncio.Event) -> RunEnd:
@@ -87,7 +90,8 @@ class OrchestrationManager:
     async def _train(self) -> RunEnd:
         self._run.lighthouse = await self._start_lighthouse()
         slots = {asyncio.ensure_future(slot.run()): slot for slot in self._slots}
-        self._background = [asyncio.ensure_future(work) for work in (self._pump(), self._random_faults())]
+        pumps = [self._pump(slot) for slot in self._slots]
+        self._background = [asyncio.ensure_future(work) for work in (*pumps, self._random_faults())]
         release = asyncio.ensure_future(
             self._run.barrier.release_when_ready(
                 self._run.config.orchestrator.start_timeout_s, self._run.config.lighthouse.min_replicas
@@ -113,7 +117,7 @@ class OrchestrationManager:
             await result(self._lighthouse.serve.call_one())
         except Exception as error:
             end = of_process(str(error))
-            cause, reason = (end.cause, end.error) if end else ("exception", str(error).splitlines()[-1])
+            cause, reason = (end.cause, end.error) if end else ("exception", str(error) or repr(error))
             self._run.log.emit("lighthouse_lost", cause=cause, error=reason)
             return RunEnd(status="failed", cause=cause, reason=f"the Lighthouse is gone: {reason}")
         raise AssertionError("serve never returns")
@@ -126,7 +130,7 @@ class OrchestrationManager:
         last: SlotEnd | None = None
         while running:
             watched = running if release.done() else {*running, release}
-            timeout = None if finish_by is None else max(0.0, finish_by - loop.time())
+            timeout = None if finish_by is None else _LOOK_S
             done, _ = await asyncio.wait(watched, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
             if release in done and release.exception() is not None:
                 return RunEnd(
@@ -136,13 +140,14 @@ class OrchestrationManager:
                 )
             for task in done & set(slots):
                 last = task.result()
-                if last.stops_run:
+                if last.stops_run and not any(slot.finished for slot in self._slots):
                     return RunEnd(status="failed", cause=last.cause, reason=last.reason)
                 if last.state is ReplicaState.FAILED:
                     self._run.log.emit("run_degraded", live=self._others_live(None))
             running -= done
             finished = [slot for slot in self._slots if slot.state is ReplicaState.SUCCEEDED]
             if finished and running:
+                await self._pump_all()
                 finish_by = finish_by or loop.time() + self._run.config.orchestrator.finish_timeout_s
                 # Whoever is not in the run any more has nobody left to get a state from.
                 overdue = loop.time() >= finish_by
@@ -174,7 +179,11 @@ class OrchestrationManager:
             "lighthouse", LighthouseActor, settings, self._run.folder.lighthouse_log
         )
         try:
-            address, pid = await result(self._lighthouse.start.call_one())
+            address, pid = await asyncio.wait_for(
+                result(self._lighthouse.start.call_one()), self._run.config.orchestrator.start_timeout_s
+            )
+        except TimeoutError as error:
+            raise EnvironmentProblem("the Lighthouse's process does not start: see logs/ in the run folder") from error
         except Exception as error:
             raise EnvironmentProblem(
                 f"the Lighthouse cannot listen on {settings.host}:{settings.port}: "
@@ -187,11 +196,13 @@ class OrchestrationManager:
         for task in self._background:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
-        await asyncio.gather(*(slot.pump() for slot in self._slots))
+        await self._pump_all()
         for slot in self._slots:
             if not slot.state.is_end:
                 slot.apply(Trigger.STOP)
-        await asyncio.gather(*(slot.shut_down() for slot in self._slots))
+        for ended in await asyncio.gather(*(slot.shut_down() for slot in self._slots), return_exceptions=True):
+            if isinstance(ended, BaseException):
+                logger.error("a replica could not be shut down", exc_info=ended)
         if self._lighthouse is not None:
             await within(_STOP_S, self._lighthouse.shut_down.call_one(), "the Lighthouse does not stop")
             await within(_STOP_S, self._lighthouse_mesh.stop("the run ends"), "the Lighthouse's process does not end")
@@ -202,10 +213,18 @@ class OrchestrationManager:
 
     # -- while it runs -----------------------------------------------------------------------------------------------
 
-    async def _pump(self) -> None:
+    async def _pump(self, slot: ReplicaSlot) -> None:
         while True:
-            await asyncio.gather(*(slot.pump() for slot in self._slots))
+            try:
+                await slot.pump()
+            except Exception:
+                logger.exception("replica %d: merging its events failed, and is tried again", slot.slot)
             await asyncio.sleep(_PUMP_S)
+
+    async def _pump_all(self) -> None:
+        for ended in await asyncio.gather(*(slot.pump() for slot in self._slots), return_exceptions=True):
+            if isinstance(ended, Exception):
+                logger.error("merging the events of a replica failed", exc_info=ended)
 
     async def _random_faults(self) -> None:
         """Faults at random, reproducible from the seed as far as the replicas' states allow."""

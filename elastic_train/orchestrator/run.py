@@ -66,6 +66,7 @@ def run(config: RunConfig, notes: tuple[str, ...], *, name: str, run_dir: Path |
 
 
 async def _run(config: RunConfig, notes: tuple[str, ...], folder: runfolder.RunFolder, name: str, view: View) -> RunEnd:
+    interrupted = _interruption()
     # Monarch reads its environment when it is imported.
     import monarch.actor
 
@@ -91,7 +92,6 @@ async def _run(config: RunConfig, notes: tuple[str, ...], folder: runfolder.RunF
         host=config.peer_ckpt.advertise_host or ("127.0.0.1" if scheduler.loopback else socket.gethostname()),
         on_metrics=[view.on_metrics],
     )
-    interrupted = _interruption()
     for note in notes:
         log.emit("note", text=note)
     return await OrchestrationManager(context, name).run(interrupted)

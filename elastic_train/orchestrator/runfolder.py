@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -62,17 +63,23 @@ def create(config: RunConfig, name: str, run_dir: Path | None) -> RunFolder:
     target = (run_dir or Path(config.job.dump_folder)).absolute()
     try:
         folder = RunFolder(target if run_dir else _make_unused(target, name))
-        if folder.events.exists():
-            raise EnvironmentProblem(f"{folder.path} holds a run already: choose another --run_dir")
         (folder.path / "logs").mkdir(parents=True, exist_ok=True)
+        # Made here and by nobody twice, so that two runs that start in one folder at once do not both get it.
+        folder.events.open("x").close()
         (folder.path / "segments").mkdir(exist_ok=True)
         (folder.path / "config.toml").write_text(to_toml(config))
-        _point_latest_to(folder.path)
+    except FileExistsError as error:
+        if error.filename == str(folder.events):
+            raise EnvironmentProblem(f"{folder.path} holds a run already: choose another --run_dir") from error
+        raise EnvironmentProblem(f"cannot make the run folder {target}: {error.filename} is in the way") from error
     except OSError as error:
         raise EnvironmentProblem(
             f"cannot write the run folder {target} ({error.strerror}): "
             "set job.dump_folder or --run_dir to a folder that you may write"
         ) from error
+    with contextlib.suppress(OSError):
+        # Beside a folder that somebody named there may be no place for it, which is no reason not to run.
+        _point_latest_to(folder.path)
     return folder
 
 

@@ -27,7 +27,7 @@ from elastic_train.orchestrator.supervisor import Supervisor, SupervisorLost
 from elastic_train.replica.actor import SegmentPart
 from elastic_train.replica.rank import Incarnation
 from elastic_train.replica.watch.failure import ReplicaFailure
-from elastic_train.replica.watch.process_watch import ProcessId
+from elastic_train.replica.watch.process_watch import ProcessId, kill_process
 
 logger = logging.getLogger(__name__)
 
@@ -141,7 +141,10 @@ class ReplicaSlot:
             self._step = record["step"]
             self._run.metrics.append(record)
             for subscriber in self._run.on_metrics:
-                subscriber(record)
+                try:
+                    subscriber(record)
+                except Exception:
+                    logger.exception("a reader of the metrics failed")
 
     async def inject(self, spec: FaultSpec) -> bool:
         """Pass a fault on to the process it is meant for; False if there is none at the moment."""
@@ -171,6 +174,10 @@ class ReplicaSlot:
             await self.pump()
             supervisor, self._supervisor = self._supervisor, None
             await supervisor.stop()
+        if self._run.scheduler.loopback:
+            # A ReplicaActor that died left nobody else to end its ranks.
+            for process in self._processes:
+                kill_process(process)
         if self._allocation is not None:
             await self._run.scheduler.release(self._allocation)
             self._allocation = None
@@ -219,14 +226,15 @@ class ReplicaSlot:
         )
         try:
             supervisor = self._ensure_supervisor()
-            start = supervisor.start(incarnation, self._processes)
+            start = supervisor.start(incarnation)
             failure: ReplicaFailure | None = await (start if incarnation.joining else self._unless_too_late(start))
             if failure is not None:
                 return failure
-            await self.pump()
             self.apply(Trigger.READY)
             if not incarnation.joining:
                 await run.barrier.arrive(self.slot)
+                if self.slot not in run.barrier.released_slots:
+                    return self._too_late()
                 self.apply(Trigger.RELEASED)
             failure = await supervisor.ask("train")
             return failure
@@ -256,6 +264,10 @@ class ReplicaSlot:
             released.cancel()
             if not starting.done():
                 starting.cancel()
+        return self._too_late()
+
+    def _too_late(self) -> ReplicaFailure:
+        """The cold start went on without this slot, which now has to come as a joiner."""
         failure = ReplicaFailure(
             cause="start_timeout",
             rank=None,

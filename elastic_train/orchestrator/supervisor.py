@@ -18,6 +18,8 @@ logger = logging.getLogger(__name__)
 _LOOK_S = 0.1
 _ANSWER_S = 10.0
 """How long a supervisor that is not busy may take to answer."""
+_STARTED_S = 120.0
+"""How long its process may take to start."""
 _TOLD_S = 1.5
 """How long the kernel, or Monarch, may take to tell how a process has ended."""
 
@@ -49,7 +51,10 @@ class Supervisor:
         """
         async with self._getting_known:
             if self._on_this_host and self._watch is None:
-                self._watch = ProcessWatch(await self._answer("identity", ()))
+                try:
+                    self._watch = ProcessWatch(await asyncio.wait_for(self._answer("identity", ()), _STARTED_S))
+                except TimeoutError as error:
+                    raise SupervisorLost(None, f"its process did not start within {_STARTED_S:.0f} s") from error
         return await self._answer(endpoint, arguments)
 
     async def ask_soon(self, endpoint: str, *arguments: Any) -> Any:

@@ -90,19 +90,18 @@ class ReplicaActor(Actor):
         return os.getpid(), psutil.Process().create_time()
 
     @concurrent_endpoint
-    async def start(self, incarnation: Incarnation, orphans: list[ProcessId], handle: Any) -> ReplicaFailure | None:
+    async def start(self, incarnation: Incarnation, handle: Any) -> ReplicaFailure | None:
         """Bring an incarnation up to where it waits for its release; replaces the one before, in place.
 
         Args:
-            orphans: processes of an earlier incarnation whose ReplicaActor is gone; they are ended first.
             handle: this actor, as its ranks address it.
         """
         self._handle = handle
-        self._identities += orphans
         if self._starting is not None:
             # The manager gave up waiting for the incarnation before; its start must not go on beside this one.
             self._starting.cancel()
             await asyncio.wait({self._starting})
+        self._identities += self._orphans(incarnation)
         fired = incarnation.fired | self._fired_here(incarnation)
         told = replace(incarnation, supervisor_pid=os.getpid(), fired=fired)
         self._starting = asyncio.ensure_future(self._stop_and_restart(told))
@@ -170,6 +169,12 @@ class ReplicaActor(Actor):
             close.cancel()
         await self._end_processes()
 
+    def _orphans(self, incarnation: Incarnation) -> list[ProcessId]:
+        """Processes on this host whose ReplicaActor died, perhaps before it could tell anybody of them."""
+        events = read_all(SegmentPaths.of(incarnation.run_dir, self._slot).events)
+        started = [event for event in events if event["event"] == "procs_started"]
+        return list(zip(started[-1]["pids"], started[-1]["created"], strict=True)) if started else []
+
     def _fired_here(self, incarnation: Incarnation) -> frozenset[str]:
         """Faults that acted on this host, also one that the controller cannot know of: it ended its messenger."""
         events = read_all(SegmentPaths.of(incarnation.run_dir, self._slot).events)
@@ -186,6 +191,9 @@ class ReplicaActor(Actor):
         try:
             async with asyncio.timeout(incarnation.config.recovery.start_hang_timeout_s):
                 await self._spawn(incarnation)
+        except TimeoutError:
+            late = "its processes did not start within recovery.start_hang_timeout_s"
+            return self._detected(incarnation, ReplicaFailure(cause="start_timeout", rank=None, step=0, error=late))
         except Exception as error:
             logger.exception("the processes could not be started")
             lost = ReplicaFailure(cause="proc_exit", rank=None, step=0, error=_one_line(error))
@@ -336,6 +344,9 @@ class ReplicaActor(Actor):
             stop = asyncio.ensure_future(within(_STOP_S, mesh.stop("replaced"), "a mesh does not stop"))
             self._background.add(stop)
             stop.add_done_callback(self._background.discard)
+            if not self._identities:
+                # Nobody knows yet what to kill: Monarch has to end it.
+                await asyncio.wait({stop})
         identities, self._identities = self._identities, []
         watches, self._watches = self._watches, []
         for watch in watches:

@@ -103,10 +103,11 @@ class TrainerActor(Actor):
             from elastic_train.replica.watch.causes import of_exception
 
             text = traceback.format_exc()
+            cause = of_exception(error, proven=self._incarnation.joining)
             logger.error("this rank failed:\n%s", text)
             try:
                 self._supervisor.report_training_error.call_one(
-                    self._incarnation.slot, self._rank, self._incarnation.number, of_exception(error), text
+                    self._incarnation.slot, self._rank, self._incarnation.number, cause, text
                 ).get(timeout=5)
             except Exception:
                 logger.exception("the supervisor could not be told")

@@ -25,7 +25,7 @@ def test_a_run_gets_a_folder_of_its_own(tmp_path: Path, stopped_clock: None) -> 
 
     assert folder.path == tmp_path / "outputs" / "20260102-030405-llama3_tiny"
     assert load_config(folder.path / "config.toml", {}, {}).config == config
-    assert sorted(path.name for path in folder.path.iterdir()) == ["config.toml", "logs", "segments"]
+    assert sorted(path.name for path in folder.path.iterdir()) == ["config.toml", "events.jsonl", "logs", "segments"]
 
 
 def test_runs_of_the_same_second_do_not_share_a_folder(tmp_path: Path, stopped_clock: None) -> None:

@@ -22,10 +22,15 @@ _COMM_WORDS = re.compile(
 _DEVICE_WORDS = re.compile(r"cuda error|hip error|device-side assert|uncorrectable ecc", re.IGNORECASE)
 
 
-def of_exception(error: BaseException) -> str:
-    """The cause (an entry of ``elastic_train.events.CAUSES``) that an exception in a rank stands for."""
+def of_exception(error: BaseException, *, proven: bool = False) -> str:
+    """The cause (an entry of ``elastic_train.events.CAUSES``) that an exception in a rank stands for.
+
+    Args:
+        proven: the config has already trained in this run, so it cannot be what is wrong: a mount that is away for
+            a moment must not end a run that others carry on.
+    """
     if isinstance(error, ConfigError | EnvironmentProblem):
-        return "config_error"
+        return "exception" if proven else "config_error"
     if isinstance(error, NoPeerState | StateMismatch):
         return "heal_failed"
     if isinstance(error, SyncFailed | ReplicaBroken | dist.DistError):
