@@ -43,6 +43,8 @@ EVENTS: Mapping[str, str] = MappingProxyType(
         "quorum_changed": "a quorum has other members than the one before",
         "sync_committed": "a replica took an outer step",
         "sync_retried": "an outer sync failed and is tried again",
+        "doubt_settled": "a replica that saw no vote pass learned from its peers whether its sync was committed",
+        "fenced": "a replica was kept out of the average",
         "caught_up": "a replica that was one outer step behind took a peer's state",
         "failure_detected": "an incarnation of a replica failed",
         "restart_scheduled": "a failed replica will be started again",

@@ -14,11 +14,12 @@ import click
 from rich.table import Table
 
 from elastic_train.config import ConfigError, digest
-from elastic_train.config.faults import KINDS, check_kind
+from elastic_train.config.faults import check_kind
 from scripts.command_line import CONFIG, CONTEXT, FAILED, FLAGS, INTERRUPTED, JSON, PASSED, main, seconds, show_table
 from scripts.fault_plan import draw_plan
 from scripts.stress_results import OtherSettings, Result, Results, summarize
 from scripts.struck_run import Target, make_target, run_under
+from scripts.verdict import CAUSE_OF_KIND
 
 RESULTS = "results.jsonl"
 # A process that hangs is found after this time, and everybody waits for it until then.
@@ -55,7 +56,7 @@ class KindList(click.ParamType[tuple[str, ...]]):
 @click.option(
     "--kinds",
     type=KindList(),
-    default=",".join(KINDS),
+    default=",".join(CAUSE_OF_KIND),
     show_default=True,
     metavar="KIND,...",
     help="The faults of each run; a kind that stands here twice strikes twice.",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from math import inf
 
 from elastic_train.config import FaultSpec
 from elastic_train.events import Record
@@ -23,6 +24,12 @@ CAUSE_OF_KIND: Mapping[str, str] = {
 }
 """The cause that a failure must be reported with, by the kind of the fault."""
 
+BORNE_AS: Mapping[str, str] = {"nan": "non_finite", "bitflip": "diverged"}
+"""Why a replica must be kept out of the average, by the kind of a fault that it gets over without a restart."""
+
+HARMLESS = frozenset({"slow"})
+"""Kinds of faults that nothing may come of."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Strike:
@@ -34,7 +41,8 @@ class Strike:
     cause: str
     detail: str
     recovered_s: float | None
-    """Until the end of the first inner step of the next incarnation; None if it made none."""
+    """Until the end of the first inner step of the next incarnation, or for a fault that takes no restart until the
+    next commit of the replica; None if there was none."""
     phases: Mapping[str, float] = field(default_factory=dict)
     survivor_wait_s: float | None = None
     """The longest that a peer waited in the sync in which the replica came back."""
@@ -63,17 +71,24 @@ def judge(plan: FaultPlan, events: Sequence[Record]) -> Verdict:
     planned = {str(fault): fault for fault in plan.faults}
     # A fault that one failure is put down to cannot explain another.
     recoveries = {recovery.fault: recovery for recovery in reversed(fold.recoveries)}
-    struck = {text: (fault, recoveries[text]) for text, fault in planned.items() if text in recoveries}
-    unfinished = _unfinished(plan, struck, fold)
+    struck = {
+        text: (fault, recoveries[text])
+        for text, fault in planned.items()
+        if text in recoveries and fault.kind in CAUSE_OF_KIND
+    }
+    borne = _borne(planned, fold, events)
+    unfinished = _unfinished(plan, struck, borne, fold)
     return Verdict(
-        strikes=tuple(_strike(fault, recovery) for fault, recovery in struck.values()),
+        strikes=(*(_strike(fault, recovery) for fault, recovery in struck.values()), *borne.values()),
         unfinished=unfinished,
         saved="" if fold.checkpoint is None else fold.checkpoint.path,
         reasons=(
             *_of_the_end(plan, fold),
-            *_of_the_faults(planned, struck, fold),
+            *_of_the_faults(planned, {*struck, *borne}, fold),
             *_of_the_recoveries(struck, unfinished),
+            *_of_the_borne(borne, unfinished),
             *_of_other_failures(struck, fold),
+            *_of_other_fences(fold, events),
             *(f"{name}: {found}" for name, all_found in violations(events).items() for found in all_found),
         ),
     )
@@ -96,9 +111,39 @@ def _strike(fault: FaultSpec, recovery: Recovery) -> Strike:
     )
 
 
-def _unfinished(plan: FaultPlan, struck: Struck, fold: RunFold) -> tuple[str, ...]:
+def _borne(planned: Mapping[str, FaultSpec], fold: RunFold, events: Sequence[Record]) -> dict[str, Strike]:
+    """The faults after which their replica was kept out of an average, before it was struck again."""
+    borne: dict[str, Strike] = {}
+    for happened in fold.faults:
+        fault = planned.get(happened.spec)
+        if fault is None or fault.kind not in BORNE_AS or happened.spec in borne:
+            continue
+        began = happened.t
+        until = min(
+            (other.t for other in fold.faults if other.replica == fault.replica and other.t > began), default=inf
+        )
+        own = [event for event in events if event.get("replica") == fault.replica and event["t"] >= began]
+        fence = next((event for event in own if event["event"] == "fenced" and event["t"] < until), None)
+        if fence is None:
+            continue
+        back = next((e["t"] for e in own if e["event"] == "sync_committed" and e["t"] > fence["t"]), None)
+        borne[happened.spec] = Strike(
+            fault=happened.spec,
+            kind=fault.kind,
+            replica=fault.replica,
+            cause=fence["cause"],
+            detail="",
+            recovered_s=None if back is None else round(back - began, 3),
+            phases={"kept out": round(fence["t"] - began, 3)},
+        )
+    return borne
+
+
+def _unfinished(plan: FaultPlan, struck: Struck, borne: Mapping[str, Strike], fold: RunFold) -> tuple[str, ...]:
     """Only the last fault can have come too late; who was struck earlier had the time of the next ones as well."""
     last = str(plan.faults[-1]) if plan.faults else ""
+    if fold.status == "succeeded" and last in borne and borne[last].recovered_s is None:
+        return (last,)
     if fold.status != "succeeded" or last not in struck:
         return ()
     fault, recovery = struck[last]
@@ -116,12 +161,12 @@ def _of_the_end(plan: FaultPlan, fold: RunFold) -> Iterator[str]:
         yield f"there is no checkpoint of the last outer step {fold.outer_step}"
 
 
-def _of_the_faults(planned: Mapping[str, FaultSpec], struck: Struck, fold: RunFold) -> Iterator[str]:
+def _of_the_faults(planned: Mapping[str, FaultSpec], found: Set[str], fold: RunFold) -> Iterator[str]:
     happened = [fault.spec for fault in fold.faults]
-    for text in planned:
+    for text, fault in planned.items():
         if text not in happened:
             yield f"{text} did not happen"
-        elif text not in struck:
+        elif text not in found and fault.kind not in HARMLESS:
             yield f"{text} was never detected"
         if happened.count(text) > 1:
             yield f"{text} happened {happened.count(text)} times"
@@ -138,9 +183,28 @@ def _of_the_recoveries(struck: Struck, unfinished: Sequence[str]) -> Iterator[st
             yield f"replica {recovery.replica} did not come back from {text}"
 
 
+def _of_the_borne(borne: Mapping[str, Strike], unfinished: Sequence[str]) -> Iterator[str]:
+    for text, strike in borne.items():
+        expected = BORNE_AS[strike.kind]
+        if strike.cause != expected:
+            yield f"{text} was reported as {strike.cause}, not as {expected}"
+        if strike.recovered_s is None and text not in unfinished:
+            yield f"replica {strike.replica} did not come back from {text}"
+
+
 def _of_other_failures(struck: Struck, fold: RunFold) -> Iterator[str]:
     for recovery in fold.recoveries:
         if recovery.fault not in struck or struck[recovery.fault][1] != recovery:
             yield f"replica {recovery.replica} failed without a fault: {recovery.cause} ({recovery.detail})"
     for replica, cause in sorted(fold.retired.items()):
         yield f"replica {replica} was given up: {cause}"
+
+
+def _of_other_fences(fold: RunFold, events: Sequence[Record]) -> Iterator[str]:
+    """A sync that is tried again may keep a replica out again, so one fault explains more than one."""
+    for event in events:
+        if event["event"] != "fenced":
+            continue
+        before = [fault.kind for fault in fold.faults if fault.replica == event["replica"] and fault.t <= event["t"]]
+        if not before or before[-1] not in BORNE_AS:
+            yield f"replica {event['replica']} was kept out of the average without a fault: {event['cause']}"

@@ -23,10 +23,12 @@ _FAULT_TOLERANCE: dict[str, str] = {
     "fault_tolerance.num_fragments": "diloco.fragments",
     "fault_tolerance.fragment_sync_delay": "diloco.overlap_steps",
     "fault_tolerance.fragment_update_alpha": "diloco.merge_alpha",
+    "fault_tolerance.should_quantize": "diloco.compression",
 }
 _ALWAYS: dict[str, str] = {"model.tokenizer_path": "model.hf_assets_path"}
 _REPLICA_ID = "fault_tolerance.replica_id"
 _GROUP_SIZE = "fault_tolerance.group_size"
+_SHOULD_QUANTIZE = "fault_tolerance.should_quantize"
 
 
 def resolve(layer: Layer, *, fault_tolerance: bool) -> tuple[Layer, list[str]]:
@@ -34,7 +36,8 @@ def resolve(layer: Layer, *, fault_tolerance: bool) -> tuple[Layer, list[str]]:
     given, problems, notes = dict(layer.given), list(layer.problems), list[str]()
     in_force = _ALWAYS | (_FAULT_TOLERANCE if fault_tolerance else {})
     for alias, key in in_force.items():
-        if alias not in given:
+        if alias not in given or (alias == _SHOULD_QUANTIZE and not isinstance(given[alias].value, bool)):
+            # Neither true nor false is refused under its own name: "int8" is a value of our key alone.
             continue
         source = given.pop(alias)
         if alias == _GROUP_SIZE and source.value == 0 and source.value is not False:
@@ -59,7 +62,10 @@ def resolve(layer: Layer, *, fault_tolerance: bool) -> tuple[Layer, list[str]]:
 
 
 def _converted(alias: str, value: object) -> object:
-    """Milliseconds become seconds; a value of the wrong type stays, to be refused with all the others."""
+    """Milliseconds become seconds, quantizing becomes a format; a value of the wrong type stays, to be refused with
+    all the others."""
+    if alias == _SHOULD_QUANTIZE:
+        return "int8" if value else "none"
     if alias.endswith("_ms") and isinstance(value, int) and not isinstance(value, bool):
         return value / 1000
     return value

@@ -73,6 +73,14 @@ _SHORTER: tuple[tuple[str, str, str], ...] = (
     ),
 )
 
+# What torchft's DiLoCo does whatever it is told, and how.
+_STOCK: tuple[tuple[str, str, str], ...] = (
+    ("diloco.weighting", "uniform", "weighs all replicas alike"),
+    ("diloco.interval", "steps", "counts inner steps alone"),
+    ("diloco.compression", "none", "exchanges what there is unrounded"),
+    ("diloco.anchor_device", "host", "keeps its anchor on the host"),
+)
+
 
 def check(config: RunConfig) -> list[Problem]:
     """Everything that is wrong with a config whose values are all of the right type."""
@@ -141,6 +149,14 @@ def _outer_sync(config: RunConfig) -> Iterator[Problem]:
             ("diloco.outer_nesterov", "diloco.outer_momentum"),
             "diloco.outer_nesterov = true has no meaning with diloco.outer_momentum = 0.0",
         )
+    if diloco.engine == "torchft":
+        for key, only, what in _STOCK:
+            if value_of(config, key) != only:
+                yield Problem(
+                    (key, "diloco.engine"),
+                    f'{said(key)} is not supported by diloco.engine = "torchft", which {what}: '
+                    f"set it to {value_text(only)}",
+                )
 
 
 def _replicas(config: RunConfig) -> Iterator[Problem]:

@@ -23,6 +23,8 @@ _AGREED: tuple[str, ...] = (
     "orchestrator.procs_per_replica",
     "diloco.engine",
     "diloco.sync_every",
+    "diloco.interval",
+    "diloco.weighting",
     "diloco.outer_lr",
     "diloco.outer_momentum",
     "diloco.outer_nesterov",
@@ -30,6 +32,10 @@ _AGREED: tuple[str, ...] = (
     "diloco.fragments",
     "diloco.overlap_steps",
     "diloco.merge_alpha",
+    "diloco.compression",
+    "diloco.bucket_mb",
+    # A host and an accelerator round differently, and anchors must agree to the last bit.
+    "diloco.anchor_device",
     "diloco.backend",
     "peer_ckpt.transport",
 )

@@ -21,6 +21,7 @@ from elastic_train.config.support import differences
 from elastic_train.config.toml_text import value_text
 
 _SYNC_EVERY = "diloco.sync_every"
+_BUCKET = "diloco.bucket_mb"
 # Settings of a Lighthouse of our own.
 _OWN_LIGHTHOUSE = tuple(
     f"lighthouse.{name}" for name in ("host", "port", "join_timeout_ms", "heartbeat_timeout_ms", "quorum_tick_ms")
@@ -100,6 +101,8 @@ def _idle_notes(config: RunConfig, told: Mapping[str, Given]) -> Iterator[str]:
     idle = [key for key in _OWN_LIGHTHOUSE if key in told and keys()[key].differs(told[key].value)]
     if config.lighthouse.address and idle:
         yield f"not in force with lighthouse.address, as that Lighthouse has its own: {', '.join(idle)}"
+    if config.diloco.engine == "torchft" and _BUCKET in told and keys()[_BUCKET].differs(told[_BUCKET].value):
+        yield f'not in force with diloco.engine = "torchft", which makes no buckets: {_BUCKET}'
 
 
 def _environment_notes(environment: Layer, told: Mapping[str, Given]) -> Iterator[str]:

@@ -87,11 +87,20 @@ class LighthouseConfig:
 class DilocoConfig:
     """The outer sync: how replicas average what they learned."""
 
-    engine: Literal["torchft"] = "torchft"
-    """What carries the sync out."""
+    engine: Literal["elastic", "torchft"] = "elastic"
+    """What carries the sync out: our own, in which a replica that dies costs the others no inner step, or torchft's
+    DiLoCo, which goes back to the last sync if one fails."""
 
     sync_every: PositiveInt = 20
     """Inner steps from one outer sync to the next."""
+
+    interval: Literal["steps", "time"] = "steps"
+    """What an interval is to replicas of different speed: the same number of inner steps for each, or the same time,
+    so that nobody waits; sync_every is then the mean."""
+
+    weighting: Literal["tokens", "uniform"] = "tokens"
+    """How much a replica counts in the average: by the tokens that it trained since the last sync, or as much as any
+    other."""
 
     outer_lr: Positive = 0.7
     """Learning rate of the outer optimizer, which is SGD on the averaged pseudo-gradient."""
@@ -113,6 +122,17 @@ class DilocoConfig:
 
     merge_alpha: Fraction = 0.0
     """How much of its own parameters a replica keeps when it takes the result in; 0: nothing."""
+
+    compression: Literal["none", "bf16", "int8", "int4"] = "none"
+    """What the numbers that replicas exchange are rounded to on the way; what rounding loses is added to the next
+    exchange."""
+
+    bucket_mb: PositiveInt = 32
+    """Megabytes that go over the wire in one operation; larger ones are faster and take more memory."""
+
+    anchor_device: Literal["host", "device"] = "host"
+    """Where the anchor and the outer optimizer live: in the host's memory, or on the accelerator, which is faster and
+    takes two more copies of the parameters in float32."""
 
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """What replicas talk over: nccl (RCCL on AMD), gloo, or what fits the device."""

@@ -82,12 +82,6 @@ UNSUPPORTED: dict[str, Unsupported] = {
             "fault_tolerance.enable",
         ),
         Unsupported(
-            "fault_tolerance.should_quantize",
-            False,
-            "quantized exchange is not available",
-            "fault_tolerance.enable",
-        ),
-        Unsupported(
             "fault_tolerance.module_fqns_per_model_fragment",
             (),
             "the model is split by diloco.fragments",

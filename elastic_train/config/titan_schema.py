@@ -573,8 +573,8 @@ class FaultToleranceConfig:
     sync_steps: Count | None = None
     """Other name of diloco.sync_every; torchtitan's default was 5."""
 
-    should_quantize: bool = False
-    """Quantize what replicas exchange."""
+    should_quantize: bool | None = None
+    """Other name of diloco.compression: true is "int8", false is "none"."""
 
     fragment_sync_delay: Count | None = None
     """Other name of diloco.overlap_steps."""

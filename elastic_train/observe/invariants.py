@@ -37,6 +37,29 @@ def anchors_agree(events: Sequence[Record]) -> Iterator[str]:
             yield f"{who} has anchor {mine}, replica {first} has {anchor}"
 
 
+def no_step_is_lost(events: Sequence[Record]) -> Iterator[str]:
+    """I3: what a replica that never failed has trained is in the model, whoever died meanwhile.
+
+    Judged are the first incarnations that trained to the end, never failed, were never kept out of an average, and
+    said how many tokens they trained.
+    """
+    failed: set[int] = set()
+    counted: dict[int, int] = {}
+    finished: dict[int, int] = {}
+    for event in events:
+        name = event["event"]
+        if name in ("failure_detected", "fenced"):
+            failed.add(event["replica"])
+        elif name in ("sync_committed", "caught_up"):
+            counted[event["replica"]] = counted.get(event["replica"], 0) + event.get("tokens", 0)
+        elif name == "replica_finished" and _life(event)[1] == 0 and "tokens" in event:
+            finished[event["replica"]] = event["tokens"]
+    for replica, trained in finished.items():
+        mine = counted.get(replica, 0)
+        if replica not in failed and mine != trained:
+            yield f"replica {replica} never failed and trained {trained} tokens, but its commits add up to {mine}"
+
+
 def one_heal_per_join(events: Sequence[Record]) -> Iterator[str]:
     """I4: a joiner heals exactly once before it joins."""
     heals: dict[Life, int] = {}
@@ -104,6 +127,7 @@ def quorum_ids_rise(events: Sequence[Record]) -> Iterator[str]:
 
 _CHECKS = {
     "I1": anchors_agree,
+    "I3": no_step_is_lost,
     "I4": one_heal_per_join,
     "I6": nobody_starts_from_scratch,
     "I7": failures_are_explained,

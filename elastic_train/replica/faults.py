@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class InjectedError(RuntimeError):
-    """Raised by a fault of kind ``exception``."""
+    """Raised by a fault of kind ``exception``, and by one that strikes before there is what it acts on."""
 
 
 class FaultPlan:
@@ -43,8 +43,14 @@ class FaultPlan:
         self._address = (replica, rank)
         self._pending = [spec for spec in specs if (spec.replica, spec.rank) == self._address]
         self._announce = announce
-        self.abort_groups: Callable[[], None] = _no_groups
+        self.abort_groups = _too_early("a communication fault", "communicate over")
         """Aborts every process group of this rank, as a failing collective library does; set once there are any."""
+        self.poison = _too_early("a NaN", "poison")
+        """Makes what this rank gives to the next average not finite; set once there are parameters."""
+        self.flip_bit = _too_early("a bit flip", "flip a bit of")
+        """Changes one bit of this rank's anchor, as failing memory does; set once there is one."""
+        self.slow_down = _too_early("a slow rank", "slow down")
+        """Makes every further inner step of this rank take longer; set once there are any to come."""
         self._supervisor_pid = supervisor_pid
         self._lock = threading.Lock()
 
@@ -80,14 +86,23 @@ class FaultPlan:
             case "hang":
                 # PyDLL, unlike CDLL, keeps the GIL while it calls: no other Python thread of this process runs.
                 ctypes.PyDLL(None).sleep(24 * 3600)
+            case "nan":
+                self.poison()
+            case "bitflip":
+                self.flip_bit()
+            case "slow":
+                self.slow_down()
             case "replica_actor":
                 os.kill(self._supervisor_pid, signal.SIGKILL)
             case other:
                 raise ValueError(f"no way to inject a fault of kind {other!r} into a rank")
 
 
-def _no_groups() -> None:
-    raise InjectedError("a communication fault before there was anything to communicate over")
+def _too_early(fault: str, aim: str) -> Callable[[], None]:
+    def refuse() -> None:
+        raise InjectedError(f"{fault} before there was anything to {aim}")
+
+    return refuse
 
 
 _installed: list[FaultPlan] = []

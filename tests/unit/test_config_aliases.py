@@ -51,6 +51,35 @@ def test_the_merge_weight_is_an_alias_too(load):
     assert loaded.config.diloco.merge_alpha == 0.5
 
 
+@pytest.mark.parametrize(("given", "meant"), [("true", "int8"), ("false", "none")])
+def test_quantizing_is_a_compression(load, given, meant):
+    loaded = load(f"{ENABLED}sync_steps = 20\nshould_quantize = {given}\n")
+    assert loaded.config.diloco.compression == meant
+    assert loaded.config.fault_tolerance.should_quantize is None
+    assert f'fault_tolerance.should_quantize = {given} is taken as diloco.compression = "{meant}"' in loaded.notes
+
+
+def test_quantizing_and_compression_must_agree(load, refusal):
+    text = f"{ENABLED}sync_steps = 20\nshould_quantize = true\n"
+    assert load(f'{text}[diloco]\ncompression = "int8"\n').config.diloco.compression == "int8"
+    assert 'is another name of diloco.compression, which is given as "bf16"' in refusal(
+        f'{text}[diloco]\ncompression = "bf16"\n'
+    )
+
+
+def test_a_flag_switches_the_quantizing_of_the_file_off(load):
+    text = f"{ENABLED}sync_steps = 20\nshould_quantize = true\n"
+    assert load(text, {"fault_tolerance.should_quantize": "false"}).config.diloco.compression == "none"
+
+
+def test_quantizing_is_not_for_torchfts_engine(refusal):
+    text = f'{ENABLED}should_quantize = true\n[diloco]\nengine = "torchft"\nweighting = "uniform"\n'
+    assert refusal(text).endswith(
+        ':4: diloco.compression = "int8" is not supported by diloco.engine = "torchft", which exchanges what there is '
+        'unrounded: set it to "none"'
+    )
+
+
 def test_the_replica_id_is_the_orchestrators(load):
     loaded = load(f"{ENABLED}sync_steps = 20\nreplica_id = 3\n")
     assert "fault_tolerance.replica_id = 3 is not used: the orchestrator numbers the replicas" in loaded.notes
@@ -113,6 +142,11 @@ def test_what_is_not_in_force_is_accepted_with_a_note(load):
             "group_size = false",
             "fault_tolerance.group_size wants an integer of at least 1, got false (boolean)",
         ),
+        (
+            'should_quantize = "int8"',
+            'fault_tolerance.should_quantize wants true or false, got "int8" (string)',
+        ),
+        ("should_quantize = 1", "fault_tolerance.should_quantize wants true or false, got 1 (integer)"),
         ("sync_steps = 0", "fault_tolerance.sync_steps wants an integer of at least 1, got 0 (integer)"),
         ('sync_steps = "5"', 'fault_tolerance.sync_steps wants an integer of at least 1, got "5" (string)'),
         (

@@ -25,6 +25,8 @@ def refusal(load):
     return refusal
 
 
+STOCK = {"diloco.engine": "torchft", "diloco.weighting": "uniform"}
+
 CONTRADICTIONS = {
     "tick and heartbeat": (
         {"lighthouse.quorum_tick_ms": "5000"},
@@ -93,6 +95,23 @@ CONTRADICTIONS = {
     "nesterov without momentum": (
         {"diloco.outer_momentum": "0"},
         "diloco.outer_nesterov = true has no meaning with diloco.outer_momentum = 0.0",
+    ),
+    "torchft and weights": (
+        {"diloco.engine": "torchft"},
+        'diloco.weighting = "tokens" is not supported by diloco.engine = "torchft", which weighs all replicas alike: '
+        'set it to "uniform"',
+    ),
+    "torchft and time": (
+        STOCK | {"diloco.interval": "time"},
+        'diloco.interval = "time" is not supported by diloco.engine = "torchft", which counts inner steps alone: ',
+    ),
+    "torchft and compression": (
+        STOCK | {"diloco.compression": "bf16"},
+        'diloco.compression = "bf16" is not supported by diloco.engine = "torchft", which exchanges what there is ',
+    ),
+    "torchft and the accelerator": (
+        STOCK | {"diloco.anchor_device": "device"},
+        'diloco.anchor_device = "device" is not supported by diloco.engine = "torchft", which keeps its anchor on ',
     ),
     "minimum and replicas": (
         {"lighthouse.min_replicas": "3"},
@@ -248,6 +267,17 @@ def test_contradictions_are_refused_with_both_keys(refusal, flags, said):
 
 POSSIBLE = [
     {"diloco.fragments": "2", "diloco.overlap_steps": "9", "diloco.merge_alpha": "0.5"},
+    STOCK | {"diloco.fragments": "2", "diloco.overlap_steps": "9", "diloco.merge_alpha": "0.5"},
+    {"diloco.weighting": "uniform"},
+    {"diloco.interval": "time", "debug.min_step_s": "0.1"},
+    {
+        "diloco.compression": "int4",
+        "diloco.interval": "time",
+        "diloco.anchor_device": "device",
+        "diloco.fragments": "2",
+        "diloco.overlap_steps": "9",
+        "diloco.merge_alpha": "0.5",
+    },
     {"diloco.sync_every": "1"},
     {"diloco.sync_every": "500", "training.steps": "100"},
     {"diloco.outer_momentum": "0", "diloco.outer_nesterov": "false"},
@@ -305,7 +335,6 @@ ON = {
     "comm.mode": "fake_backend",
     "memory_estimation.enable": "true",
     "fault_tolerance.semi_sync_method": "local_sgd",
-    "fault_tolerance.should_quantize": "true",
     "fault_tolerance.module_fqns_per_model_fragment": '[["layers.0"]]',
     "experimental.custom_import": "my.module",
     "experimental.custom_args_module": "my.module",
@@ -360,13 +389,21 @@ def test_layer_counts_of_old_files_are_accepted_with_a_note(load):
     assert load({"activation_checkpoint.selective_ac_option": "2", "activation_checkpoint.mode": "none"}).notes == ()
 
 
+def test_the_size_of_buckets_is_noted_where_there_are_none(load):
+    assert load(STOCK).notes == load({"diloco.bucket_mb": "64"}).notes == ()
+    assert load(STOCK | {"diloco.bucket_mb": "64"}).notes == (
+        'not in force with diloco.engine = "torchft", which makes no buckets: diloco.bucket_mb',
+    )
+
+
 def test_float8_settings_without_a_converter_are_accepted_with_a_note(load):
     (note,) = load({"quantize.linear.float8.enable_fsdp_float8_all_gather": "true"}).notes
     assert "not in force" in note
 
 
 def test_shipped_kinds_are_accepted(load):
-    kinds = ["kill", "exit", "segfault", "exception", "comms", "hang", "stop", "replica_actor"]
+    kinds = ["kill", "exit", "segfault", "exception", "comms", "hang", "stop"]
+    kinds += ["nan", "bitflip", "slow", "replica_actor"]
     faults = [f"0.0@5:{kind}" for kind in kinds]
     config = load({"faults.at": value_text(faults), "faults.kinds": value_text(kinds)}).config
     assert [FaultSpec.parse(text).kind for text in config.faults.at] == kinds

@@ -31,6 +31,7 @@ def test_the_vocabulary_of_the_contract_is_there() -> None:
         replica_state quorum_changed sync_committed sync_retried caught_up failure_detected restart_scheduled
         replica_retired donor_selected heal_started transfer_progress heal_finished heal_failed joined
         checkpoint_saved fault_injected drain_started replica_finished first_step note control
+        fenced doubt_settled
     """
     assert set(contract.split()) <= EVENTS.keys()
     causes = """

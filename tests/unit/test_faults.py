@@ -82,15 +82,38 @@ def test_the_exception_names_its_fault() -> None:
         Passages("1.2@5/vote:exception").plan.passing("vote", 5)
 
 
-def test_a_communication_fault_breaks_the_groups_of_the_rank_after_it_was_announced() -> None:
-    passages = Passages("1.2@5:comms")
-    announced_before: list[int] = []
-    passages.plan.abort_groups = lambda: announced_before.append(len(passages.announced))
+ACTS = {"comms": "abort_groups", "nan": "poison", "bitflip": "flip_bit", "slow": "slow_down"}
+
+
+@pytest.mark.parametrize("kind", ACTS)
+def test_what_the_trainer_provides_acts_once_after_it_was_announced(kind: str) -> None:
+    passages = Passages(f"1.2@5:{kind}")
+    acted: list[tuple[str, int]] = []
+    for act in ACTS.values():
+        setattr(passages.plan, act, lambda act=act: acted.append((act, len(passages.announced))))
 
     passages.plan.passing("step", 5)
     passages.plan.passing("step", 6)
 
-    assert announced_before == [1]
+    assert acted == [(ACTS[kind], 1)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("comms", "a communication fault before there was anything to communicate over"),
+        ("nan", "a NaN before there was anything to poison"),
+        ("bitflip", "a bit flip before there was anything to flip a bit of"),
+        ("slow", "a slow rank before there was anything to slow down"),
+    ],
+)
+def test_a_fault_that_comes_before_what_it_acts_on_is_an_error(kind: str, said: str) -> None:
+    passages = Passages(f"1.2@5:{kind}")
+
+    with pytest.raises(InjectedError, match=f"^{said}$"):
+        passages.plan.passing("step", 5)
+
+    assert passages.announced == [f"1.2@5:{kind}"]
 
 
 def test_a_fault_armed_from_another_thread_fires_at_the_next_passage() -> None:

@@ -12,7 +12,7 @@ Check = Callable[[Sequence[Record]], Iterator[str]]
 
 
 def test_a_sound_run_keeps_them_all() -> None:
-    assert invariants.violations(events()) == {"I1": [], "I4": [], "I6": [], "I7": [], "quorum": []}
+    assert invariants.violations(events()) == {"I1": [], "I3": [], "I4": [], "I6": [], "I7": [], "quorum": []}
 
 
 def without(name: str, replica: int = 0) -> list[Record]:
@@ -39,6 +39,21 @@ def changed(name: str, replica: int = 0, **fields: object) -> list[Record]:
             invariants.anchors_agree,
             changed("sync_committed", 2, anchor_hash=None),
             ["outer step 3: replica 2 committed without an anchor_hash"],
+        ),
+        (
+            invariants.no_step_is_lost,
+            changed("sync_committed", 1, tokens=90),
+            ["replica 1 never failed and trained 300 tokens, but its commits add up to 290"],
+        ),
+        (
+            invariants.no_step_is_lost,
+            changed("replica_finished", 2, tokens=400),
+            ["replica 2 never failed and trained 400 tokens, but its commits add up to 300"],
+        ),
+        (
+            invariants.no_step_is_lost,
+            without("sync_committed", 1),
+            ["replica 1 never failed and trained 300 tokens, but its commits add up to 0"],
         ),
         (
             invariants.one_heal_per_join,
@@ -94,6 +109,29 @@ def changed(name: str, replica: int = 0, **fields: object) -> list[Record]:
 )
 def test_a_breach_is_found(check: Check, log: list[Record], found: list[str]) -> None:
     assert list(check(log)) == found
+
+
+def test_a_catch_up_counts_like_a_commit() -> None:
+    log = changed("sync_committed", 1, event="caught_up", tokens=100)
+    assert list(invariants.no_step_is_lost(log)) == []
+
+
+@pytest.mark.parametrize(
+    "log",
+    [
+        changed("sync_committed", 0, tokens=90),
+        [event(1.0, "fenced", 1, cause="non_finite"), *changed("sync_committed", 1, tokens=90)],
+        [
+            event(1.0, "failure_detected", 1, cause="signal", signal="SIGKILL"),
+            *changed("replica_finished", 1, tokens=7),
+        ],
+        [each for each in changed("sync_committed", 1, tokens=90) if each["event"] != "replica_finished"],
+        [*changed("replica_finished", 1, tokens=None)],
+    ],
+    ids=["restarted", "kept out", "failed", "did not finish", "does not tell"],
+)
+def test_only_who_never_failed_and_tells_what_it_trained_must_have_lost_nothing(log: list[Record]) -> None:
+    assert list(invariants.no_step_is_lost(log)) == []
 
 
 def test_a_hang_is_explained_by_a_text() -> None:

@@ -14,9 +14,10 @@ from elastic_train.config.faults import KINDS
 from elastic_train.events import Record
 from scripts.fault_plan import EARLIEST_STEP, FaultPlan, draw_plan
 from scripts.figures import Spread, by_kind, phases, recovery_figures, spread
+from scripts.stress import stress
 from scripts.stress_results import OtherSettings, Result, Results, summarize
 from scripts.struck_run import Outcome
-from scripts.verdict import CAUSE_OF_KIND, Strike, judge
+from scripts.verdict import BORNE_AS, CAUSE_OF_KIND, HARMLESS, Strike, judge
 from tests.unit.walkthrough import event, events, states
 
 kind_lists = st.lists(st.sampled_from(KINDS), min_size=1, max_size=20)
@@ -95,7 +96,12 @@ def test_a_recovery_is_measured_from_its_fault() -> None:
 
 
 def test_every_kind_has_the_cause_that_it_must_be_reported_with() -> None:
-    assert set(CAUSE_OF_KIND) == set(KINDS)
+    assert sorted([*CAUSE_OF_KIND, *BORNE_AS, *HARMLESS]) == sorted(KINDS)
+
+
+def test_a_stress_test_strikes_with_what_takes_a_restart() -> None:
+    (kinds,) = [parameter for parameter in stress.params if parameter.name == "kinds"]
+    assert kinds.default == "kill,exit,segfault,exception,comms,hang,stop,replica_actor"
 
 
 @pytest.mark.parametrize(
@@ -164,6 +170,73 @@ def test_only_the_last_fault_can_have_come_too_late() -> None:
     verdict = judge(plan, log)
     assert verdict.unfinished == ()
     assert set(verdict.reasons) == {"replica 0 did not come back from 0.0@25:kill", "1.0@30:kill did not happen"}
+
+
+BORNE = FaultPlan(faults=(FaultSpec.parse("1.0@25:nan"),), steps=60)
+
+
+def survived(kind: str, *more: Record, upto: float = 60.0) -> list[Record]:
+    """A run in which replica 1 is struck 8 s after the start, and restarts no replica for it."""
+    kept = [e for e in events() if e.get("replica") != 0 and e["t"] < 1000.0 + upto]
+    ended = [e for e in events() if e["event"] in ("run_finished", "checkpoint_saved")]
+    struck = event(8.0, "fault_injected", 1, rank=0, kind=kind, point="step", spec=f"1.0@25:{kind}")
+    log = {id(each): each for each in [*kept, struck, *more, *ended]}
+    return sorted(log.values(), key=lambda each: float(each["t"]))
+
+
+def kept_out(after: float, cause: str) -> Record:
+    return event(after, "fenced", 1, outer_step=2, cause=cause)
+
+
+@pytest.mark.parametrize(("kind", "cause"), BORNE_AS.items())
+def test_a_fault_that_takes_no_restart_is_over_at_the_next_commit(kind: str, cause: str) -> None:
+    plan = FaultPlan(faults=(FaultSpec.parse(f"1.0@25:{kind}"),), steps=60)
+    verdict = judge(plan, survived(kind, kept_out(9.5, cause)))
+    assert (verdict.reasons, verdict.unfinished) == ((), ())
+    (strike,) = verdict.strikes
+    assert (strike.kind, strike.replica, strike.cause) == (kind, 1, cause)
+    assert strike.recovered_s == pytest.approx(2.0)
+    assert strike.phases == pytest.approx({"kept out": 1.5})
+
+
+@pytest.mark.parametrize(
+    ("log", "reason"),
+    [
+        (survived("nan"), "1.0@25:nan was never detected"),
+        (survived("nan", kept_out(7.5, "non_finite")), "1.0@25:nan was never detected"),
+        (survived("nan", kept_out(9.5, "diverged")), "1.0@25:nan was reported as diverged, not as non_finite"),
+        (
+            survived("nan", kept_out(9.5, "non_finite"), event(9.6, "failure_detected", 1, cause="hang", error="late")),
+            "replica 1 failed without a fault: hang (late)",
+        ),
+        (
+            survived("nan", event(9.5, "fenced", 2, outer_step=2, cause="diverged")),
+            "replica 2 was kept out of the average without a fault: diverged",
+        ),
+        (
+            survived("nan", kept_out(7.5, "non_finite")),
+            "replica 1 was kept out of the average without a fault: non_finite",
+        ),
+    ],
+)
+def test_a_fault_that_takes_no_restart_must_be_told_and_borne(log: list[Record], reason: str) -> None:
+    assert reason in judge(BORNE, log).reasons
+
+
+def test_who_was_kept_out_at_the_end_is_counted_apart() -> None:
+    log = survived("nan", kept_out(12.0, "non_finite"), upto=11.0)
+    assert judge(BORNE, log).unfinished == ("1.0@25:nan",)
+    later = dataclasses.replace(BORNE, faults=(*BORNE.faults, FaultSpec.parse("2.0@30:slow")))
+    assert "replica 1 did not come back from 1.0@25:nan" in judge(later, log).reasons
+
+
+def test_a_slow_rank_is_to_be_left_alone() -> None:
+    slow = FaultPlan(faults=(FaultSpec.parse("1.0@25:slow"),), steps=60)
+    verdict = judge(slow, survived("slow"))
+    assert (verdict.reasons, verdict.strikes) == ((), ())
+    failed = judge(slow, survived("slow", event(9.6, "failure_detected", 1, cause="hang", error="late")))
+    assert "replica 1 failed without a fault: hang (late)" in failed.reasons
+    assert judge(slow, events()).reasons != ()
 
 
 def strike(kind: str, back: float | None, wait: float | None = None, outage: float | None = None) -> Strike:

@@ -121,7 +121,7 @@ def events() -> list[Record]:
     log += [sync(13.0, 1, 3, everybody, 0.05), sync(13.0, 2, 3, everybody, 0.04)]
 
     for r in everybody:
-        log.append(event(13.5, "replica_finished", r, int(r == 0)))
+        log.append(event(13.5, "replica_finished", r, int(r == 0), tokens=100 if r == 0 else 300))
         log += states(13.5, r, int(r == 0), "RUNNING", "SUCCEEDED")
     log.append(event(13.8, "checkpoint_saved", outer_step=3, path="outputs/tiny/last", duration_s=0.2))
     log.append(event(14.0, "run_finished", status="succeeded", inner_step=60, outer_step=3, loss=5.25))
