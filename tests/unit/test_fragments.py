@@ -1,5 +1,7 @@
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from elastic_train.replica.titan import fixes  # noqa: F401  # isort: skip  (must come before the rest of torchtitan)
@@ -42,22 +44,43 @@ def test_every_parameter_of_a_llama_is_in_one_fragment(fragments: int) -> None:
     assert sum(p.numel() for group in groups for p in group.parameters()) == sum(p.numel() for p in model.parameters())
 
 
-def test_fragments_are_strides_of_the_layers() -> None:
+def weights(found: dict[str, list[int]]) -> dict[str, int]:
+    """The fragment of each module's weight."""
+    return {name.removesuffix(".weight"): where[0] for name, where in found.items() if name.endswith("weight")}
+
+
+def test_fragments_are_strides_of_the_layers_filled_up_with_the_rest() -> None:
     model = Model(5)
 
     found = owners(model, split([model], 2))
 
-    assert {name: where[0] for name, where in found.items() if name.endswith("weight")} == {
-        "tok_embeddings.weight": 0,
-        "layers.0.weight": 0,
-        "layers.1.weight": 1,
-        "layers.2.weight": 0,
-        "layers.3.weight": 1,
-        "layers.4.weight": 0,
-        "norm.weight": 1,
-        "lm_head.weight": 1,
+    # 60 and 40 parameters in layers; then 32 of the embedding, 32 of the output and 8 of the norm.
+    assert weights(found) == {
+        "layers.0": 0,
+        "layers.1": 1,
+        "layers.2": 0,
+        "layers.3": 1,
+        "layers.4": 0,
+        "tok_embeddings": 1,
+        "lm_head": 0,
+        "norm": 1,
     }
     assert {len(where) for where in found.values()} == {1}
+
+
+@given(layers=st.integers(1, 9), fragments=st.integers(1, 6), tied=st.booleans())
+def test_fragments_hold_everything_once_and_are_of_a_size(layers: int, fragments: int, tied: bool) -> None:
+    fragments = min(fragments, layers)
+    model, peer = Model(layers, tied=tied), Model(layers, tied=tied)
+
+    groups = split([model], fragments)
+
+    found = owners(model, groups)
+    assert {len(where) for where in found.values()} == {1}
+    assert found == owners(peer, split([peer], fragments))
+    sizes = [sum(p.numel() for p in group.parameters()) for group in groups]
+    assert sum(sizes) == sum(p.numel() for p in model.parameters())
+    assert max(sizes) - min(sizes) <= 32 + 20, "no more apart than the largest module around the layers, and a layer"
 
 
 def test_layers_go_on_counting_over_the_parts_of_a_pipeline() -> None:
@@ -66,17 +89,48 @@ def test_layers_go_on_counting_over_the_parts_of_a_pipeline() -> None:
 
     groups = split([first, last], 3)
 
-    assert owners(first, groups)["layers.0.weight"] == [0]
-    assert owners(last, groups)["layers.0.weight"] == [1]
-    assert owners(last, groups)["layers.1.weight"] == [2]
-    assert owners(last, groups)["lm_head.weight"] == [2]
+    assert weights(owners(first, groups)) == {"layers.0": 0, "tok_embeddings": 0}
+    assert weights(owners(last, groups)) == {"layers.0": 1, "layers.1": 2, "lm_head": 1, "norm": 2}
 
 
 @pytest.mark.parametrize("fragments", [1, 2, 3])
 def test_tied_embeddings_sync_once(fragments: int) -> None:
     model = Model(3, tied=True)
 
-    assert owners(model, split([model], fragments))["tok_embeddings.weight"] == [0]
+    groups = split([model], fragments)
+
+    assert len(owners(model, groups)["tok_embeddings.weight"]) == 1
+    assert sum(p.numel() for group in groups for p in group.parameters()) == sum(p.numel() for p in model.parameters())
+
+
+def test_a_module_that_shares_only_some_parameters_stays_with_the_other() -> None:
+    model = Model(3, tied=True)
+    model.lm_head.bias = nn.Parameter(torch.zeros(8))
+
+    found = owners(model, split([model], 2))
+
+    assert {len(where) for where in found.values()} == {1}
+    assert found["lm_head.bias"] == found["tok_embeddings.weight"]
+
+
+def test_layers_that_share_parameters_cannot_sync_apart() -> None:
+    model = Model(4)
+    model.layers["2"].weight = model.layers["0"].weight
+    assert {len(where) for where in owners(model, split([model], 2)).values()} == {1}
+
+    model.layers["1"].weight = model.layers["0"].weight
+    with pytest.raises(ValueError, match="Linear shares parameters with another fragment"):
+        split([model], 2)
+
+
+def test_parameters_of_the_model_itself_sync_too() -> None:
+    model = Model(2)
+    model.register_parameter("scale", nn.Parameter(torch.ones(3)))
+
+    groups = split([model], 2)
+
+    assert {len(where) for where in owners(model, groups).values()} == {1}
+    assert any(parameter is model.scale for group in groups for parameter in group.parameters())
 
 
 def test_one_fragment_is_the_whole_model_in_its_own_order() -> None:
