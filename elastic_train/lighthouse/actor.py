@@ -1,33 +1,76 @@
-"""Owns torchft's Lighthouse, the service in which replicas find each other."""
+"""Owns what replicas find each other by: torchft's Lighthouse, and the registry beside it."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from monarch.actor import Actor, concurrent_endpoint
 
 from elastic_train.config import LighthouseConfig
+from elastic_train.lighthouse.registry import RegistryServer
 from elastic_train.process_log import print_to
 
 
-class LighthouseActor(Actor):
-    """One Lighthouse in a process of its own, so that nothing else can slow its clock."""
+@dataclass(frozen=True, kw_only=True)
+class Listening:
+    """Where replicas find what they find each other by."""
 
-    def __init__(self, config: LighthouseConfig, log: Path) -> None:
+    lighthouse: str
+    """``http://host:port``."""
+    registry: str
+    """``http://host:port``."""
+    pid: int
+    """Of the process that serves."""
+
+
+class LighthouseActor(Actor):
+    """Both in a process of their own, so that nothing else can slow the Lighthouse's clock.
+
+    Where ``lighthouse.address`` names a Lighthouse that somebody else runs, only the registry is started.
+    """
+
+    def __init__(self, config: LighthouseConfig, token: str, log: Path) -> None:
+        """
+        Args:
+            token: what a request to the registry must show.
+        """
         print_to(log)
         self._config = config
+        self._token = token
         self._server: Any = None
+        self._registry: RegistryServer | None = None
 
     @concurrent_endpoint
-    async def start(self) -> tuple[str, int]:
-        """Listen, and return the address, ``http://host:port``, and the pid of this process.
+    async def start(self) -> Listening:
+        """Listen.
 
         Raises:
+            OSError: the host is not one of this machine's.
             RuntimeError: the port is taken.
         """
+        config = self._config
+        self._registry = RegistryServer(config.host, 0, self._token)
+        lighthouse = config.address or self._start_lighthouse()
+        return Listening(lighthouse=lighthouse, registry=self._registry.url, pid=os.getpid())
+
+    @concurrent_endpoint
+    async def serve(self) -> None:
+        """Never returns; a caller that waits for it learns when this process is gone."""
+        await asyncio.Event().wait()
+
+    @concurrent_endpoint
+    async def shut_down(self) -> None:
+        """Stop listening."""
+        if self._registry is not None:
+            self._registry.close()
+        if self._server is not None:
+            self._server.shutdown()
+
+    def _start_lighthouse(self) -> str:
         from torchft.coordination import LighthouseServer
 
         config = self._config
@@ -39,15 +82,4 @@ class LighthouseActor(Actor):
             heartbeat_timeout_ms=config.heartbeat_timeout_ms,
         )
         port = self._server.address().rsplit(":", 1)[1]
-        return f"http://{config.host}:{port}", os.getpid()
-
-    @concurrent_endpoint
-    async def serve(self) -> None:
-        """Never returns; a caller that waits for it learns when this process is gone."""
-        await asyncio.Event().wait()
-
-    @concurrent_endpoint
-    async def shut_down(self) -> None:
-        """Stop listening."""
-        if self._server is not None:
-            self._server.shutdown()
+        return f"http://{config.host}:{port}"

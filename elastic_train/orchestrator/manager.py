@@ -8,13 +8,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import secrets
 from typing import Any
 
 from elastic_train.config import ConfigError, EnvironmentProblem, digest
 from elastic_train.config.faults import FaultSpec
 from elastic_train.futures import result, within
 from elastic_train.lifecycle import ReplicaState, Trigger
-from elastic_train.lighthouse.actor import LighthouseActor
+from elastic_train.lighthouse.actor import LighthouseActor, Listening
 from elastic_train.metrics import RunFold
 from elastic_train.orchestrator.control import ControlServer, Reply, Request
 from elastic_train.orchestrator.end import RunEnd
@@ -26,6 +27,7 @@ logger = logging.getLogger(__name__)
 _PUMP_S = 0.2
 _LOOK_S = 0.5
 _STOP_S = 10.0
+_TOKEN_BYTES = 32
 
 
 class OrchestrationManager:
@@ -88,7 +90,7 @@ class OrchestrationManager:
             await asyncio.gather(training, interrupt, return_exceptions=True)
 
     async def _train(self) -> RunEnd:
-        self._run.lighthouse = await self._start_lighthouse()
+        await self._start_lighthouse()
         slots = {asyncio.ensure_future(slot.run()): slot for slot in self._slots}
         pumps = [self._pump(slot) for slot in self._slots]
         self._background = [asyncio.ensure_future(work) for work in (*pumps, self._random_faults())]
@@ -110,16 +112,16 @@ class OrchestrationManager:
             await asyncio.gather(*slots, release, follow, lost, return_exceptions=True)
 
     async def _lighthouse_lost(self) -> RunEnd:
-        """Returns when our own Lighthouse is gone: without it no replica ever gets a quorum again."""
-        if self._lighthouse is None:
-            await asyncio.Event().wait()
+        """Returns when the Lighthouse's process is gone: without it no replica ever gets a quorum again, and none
+        that comes back finds the others."""
         try:
             await result(self._lighthouse.serve.call_one())
         except Exception as error:
             end = of_process(str(error))
             cause, reason = (end.cause, end.error) if end else ("exception", str(error) or repr(error))
             self._run.log.emit("lighthouse_lost", cause=cause, error=reason)
-            return RunEnd(status="failed", cause=cause, reason=f"the Lighthouse is gone: {reason}")
+            what = "the registry of the replicas" if self._run.config.lighthouse.address else "the Lighthouse"
+            return RunEnd(status="failed", cause=cause, reason=f"{what} is gone: {reason}")
         raise AssertionError("serve never returns")
 
     async def _follow(self, slots: dict[asyncio.Task[SlotEnd], ReplicaSlot], release: asyncio.Task[Any]) -> RunEnd:
@@ -169,28 +171,34 @@ class OrchestrationManager:
                 return True
         return False
 
-    async def _start_lighthouse(self) -> str:
+    async def _start_lighthouse(self) -> None:
+        """Start the Lighthouse, unless somebody else runs it, and the registry beside it."""
         settings = self._run.config.lighthouse
-        if settings.address:
-            return settings.address
+        self._run.token = secrets.token_hex(_TOKEN_BYTES)
         allocation = await self._run.scheduler.allocate("lighthouse")
         self._lighthouse_mesh = allocation.mesh.spawn_procs({"lighthouse": 1}, name="lighthouse")
         self._lighthouse = self._lighthouse_mesh.spawn(
-            "lighthouse", LighthouseActor, settings, self._run.folder.lighthouse_log
+            "lighthouse", LighthouseActor, settings, self._run.token, self._run.folder.lighthouse_log
         )
         try:
-            address, pid = await asyncio.wait_for(
+            listening: Listening = await asyncio.wait_for(
                 result(self._lighthouse.start.call_one()), self._run.config.orchestrator.start_timeout_s
             )
         except TimeoutError as error:
             raise EnvironmentProblem("the Lighthouse's process does not start: see logs/ in the run folder") from error
         except Exception as error:
+            if settings.address:
+                raise EnvironmentProblem(
+                    f"the registry of the replicas cannot listen on {settings.host}: "
+                    "set lighthouse.host to an address of this machine"
+                ) from error
             raise EnvironmentProblem(
                 f"the Lighthouse cannot listen on {settings.host}:{settings.port}: "
                 "set lighthouse.port to a free port, or to 0 for any"
             ) from error
-        self._run.log.emit("lighthouse_started", address=address, pid=pid)
-        return str(address)
+        self._run.lighthouse, self._run.registry = listening.lighthouse, listening.registry
+        if not settings.address:
+            self._run.log.emit("lighthouse_started", address=listening.lighthouse, pid=listening.pid)
 
     async def _shut_down(self) -> None:
         for task in self._background:

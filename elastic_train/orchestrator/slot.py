@@ -24,12 +24,17 @@ from elastic_train.orchestrator.policy import Failure, Reallocate, RestartInPlac
 from elastic_train.orchestrator.runfolder import RunFolder
 from elastic_train.orchestrator.scheduler import Allocation, Scheduler
 from elastic_train.orchestrator.supervisor import Supervisor, SupervisorLost
+from elastic_train.peer_ckpt.directory import Directory
 from elastic_train.replica.actor import SegmentPart
 from elastic_train.replica.rank import Incarnation
 from elastic_train.replica.watch.failure import ReplicaFailure
-from elastic_train.replica.watch.process_watch import ProcessId, kill_process
+from elastic_train.replica.watch.process_watch import ProcessId, is_alive, kill_process
 
 logger = logging.getLogger(__name__)
+
+_GONE_S = 10.0
+"""How long the kernel may take to remove a process that was killed."""
+_GONE_LOOK_S = 0.02
 
 _LIFECYCLE_OF_EVENT = {
     "heal_started": Trigger.HEAL_STARTED,
@@ -55,6 +60,10 @@ class RunContext:
     """Called with every record of metrics.jsonl."""
     lighthouse: str = ""
     """The Lighthouse's address, once it is known."""
+    registry: str = ""
+    """The registry's address, once it is known."""
+    token: str = field(default="", repr=False)
+    """What a request to the registry or to a replica must show; for this run alone, and written nowhere."""
     fired: set[str] = field(default_factory=set)
     """Faults that have acted."""
     jitter: random.Random = field(default_factory=random.Random)
@@ -90,6 +99,8 @@ class ReplicaSlot:
         self._allocation: Allocation | None = None
         self._supervisor: Supervisor | None = None
         self._processes: list[ProcessId] = []
+        self._holder = -1
+        """The incarnation whose processes those are."""
         self._failures: list[Failure] = []
         self._running_since: float | None = None
         self._offsets = (0, 0)
@@ -176,11 +187,25 @@ class ReplicaSlot:
             await supervisor.stop()
         if self._run.scheduler.loopback:
             # A ReplicaActor that died left nobody else to end its ranks.
-            for process in self._processes:
-                kill_process(process)
+            await self._end_ranks()
         if self._allocation is not None:
             await self._run.scheduler.release(self._allocation)
             self._allocation = None
+
+    async def _end_ranks(self) -> None:
+        """Kill the ranks that are known, and once they are gone say so to whoever may wait for their answer."""
+        for process in self._processes:
+            kill_process(process)
+        deadline = self._run.clock.monotonic() + _GONE_S
+        while any(is_alive(process) for process in self._processes):
+            if self._run.clock.monotonic() > deadline:
+                logger.error("processes of replica %d survive SIGKILL: %s", self.slot, self._processes)
+                return
+            await asyncio.sleep(_GONE_LOOK_S)
+        # Processes of the current incarnation that nobody has heard of yet may still live.
+        if self._run.registry and self._holder == self._number >= 0:
+            directory = Directory(self._run.registry, self._run.token)
+            await asyncio.to_thread(directory.ended, self.slot, self._holder)
 
     def apply(self, trigger: Trigger) -> None:
         """Move the slot's state, and say so in the log."""
@@ -222,6 +247,8 @@ class ReplicaSlot:
             lighthouse=run.lighthouse,
             host=run.host,
             fired=frozenset(run.fired),
+            registry=run.registry,
+            token=run.token,
             environment=self._environment(),
         )
         try:
@@ -319,6 +346,7 @@ class ReplicaSlot:
             return
         if name == "procs_started":
             self._processes = list(zip(event["pids"], event["created"], strict=True))
+            self._holder = self._number
         elif name in _LIFECYCLE_OF_EVENT:
             self.apply(_LIFECYCLE_OF_EVENT[name])
 

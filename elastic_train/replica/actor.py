@@ -25,6 +25,7 @@ from elastic_train.clock import SystemClock
 from elastic_train.config.faults import FaultSpec
 from elastic_train.events import EventWriter, Record, read_all, read_records
 from elastic_train.futures import result, within
+from elastic_train.peer_ckpt.directory import Directory
 from elastic_train.process_log import print_to
 from elastic_train.replica.rank import Incarnation, SegmentPaths, beacon_path, supervisor_log_path
 from elastic_train.replica.trainer_actor import ProcessActor, TrainerActor
@@ -68,6 +69,12 @@ class ReplicaActor(Actor):
         self._trainers: Any = None
         self._processes: Any = None
         self._identities: list[ProcessId] = []
+        self._holder = -1
+        """The newest incarnation that has had processes on this host."""
+        self._told_end = -1
+        """The newest incarnation of which the registry knows that it has ended."""
+        self._directory: Directory | None = None
+        self._ending = asyncio.Lock()
         self._watches: list[ProcessWatch] = []
         self._reports: list[ReplicaFailure] = []
         self._ends: dict[int, ProcessEnd] = {}
@@ -101,7 +108,9 @@ class ReplicaActor(Actor):
             # The manager gave up waiting for the incarnation before; its start must not go on beside this one.
             self._starting.cancel()
             await asyncio.wait({self._starting})
-        self._identities += self._orphans(incarnation)
+        if incarnation.registry:
+            self._directory = Directory(incarnation.registry, incarnation.token)
+        self._adopt_orphans(incarnation)
         fired = incarnation.fired | self._fired_here(incarnation)
         told = replace(incarnation, supervisor_pid=os.getpid(), fired=fired)
         self._starting = asyncio.ensure_future(self._stop_and_restart(told))
@@ -169,11 +178,13 @@ class ReplicaActor(Actor):
             close.cancel()
         await self._end_processes()
 
-    def _orphans(self, incarnation: Incarnation) -> list[ProcessId]:
-        """Processes on this host whose ReplicaActor died, perhaps before it could tell anybody of them."""
+    def _adopt_orphans(self, incarnation: Incarnation) -> None:
+        """Take over processes on this host whose ReplicaActor died, perhaps before it could tell anybody of them."""
         events = read_all(SegmentPaths.of(incarnation.run_dir, self._slot).events)
         started = [event for event in events if event["event"] == "procs_started"]
-        return list(zip(started[-1]["pids"], started[-1]["created"], strict=True)) if started else []
+        if started:
+            self._identities += zip(started[-1]["pids"], started[-1]["created"], strict=True)
+            self._holder = max(self._holder, started[-1]["incarnation"])
 
     def _fired_here(self, incarnation: Incarnation) -> frozenset[str]:
         """Faults that acted on this host, also one that the controller cannot know of: it ended its messenger."""
@@ -213,6 +224,7 @@ class ReplicaActor(Actor):
         self._processes = self._mesh.spawn("process", ProcessActor)
         answers = await result(self._processes.identity.call())
         self._identities = [identity for _, identity in answers.items()]
+        self._holder = incarnation.number
         self._watches = [ProcessWatch(identity) for identity in self._identities]
         self._events(incarnation).emit(
             "procs_started",
@@ -240,12 +252,16 @@ class ReplicaActor(Actor):
                 done, _ = await asyncio.wait({*running, reported, watch}, return_when=asyncio.FIRST_COMPLETED)
                 running -= done
                 if reported in done or watch in done or any(call.exception() for call in done & set(calls)):
-                    return self._detected(incarnation, await self._find_cause(calls, watch))
-            return None
+                    failure = self._detected(incarnation, await self._find_cause(calls, watch))
+                    break
+            else:
+                return None
         finally:
             for task in (*calls, reported, watch):
                 task.cancel()
             await asyncio.gather(*calls, reported, watch, return_exceptions=True)
+        await self._give_up(incarnation)
+        return failure
 
     async def _find_cause(
         self, calls: Mapping[asyncio.Task[Any], int], watch: asyncio.Task[ReplicaFailure]
@@ -336,8 +352,18 @@ class ReplicaActor(Actor):
 
     # -- ending ------------------------------------------------------------------------------------------------------
 
+    async def _give_up(self, incarnation: Incarnation) -> None:
+        """End what is left of an incarnation that failed: its peers may have to wait until all of it is gone."""
+        async with self._ending:
+            if incarnation is self._incarnation:
+                await self._end_now()
+
     async def _end_processes(self) -> None:
         """End every process of the last incarnation and see it gone: two must never hold one slot."""
+        async with self._ending:
+            await self._end_now()
+
+    async def _end_now(self) -> None:
         mesh, self._mesh, self._trainers, self._processes = self._mesh, None, None, None
         if mesh is not None:
             # Stopping a mesh with a dead or stopped process can take long; the kill below does not wait for it.
@@ -347,7 +373,7 @@ class ReplicaActor(Actor):
             if not self._identities:
                 # Nobody knows yet what to kill: Monarch has to end it.
                 await asyncio.wait({stop})
-        identities, self._identities = self._identities, []
+        identities = self._identities
         watches, self._watches = self._watches, []
         for watch in watches:
             watch.close()
@@ -358,9 +384,19 @@ class ReplicaActor(Actor):
             if time.monotonic() > deadline:
                 raise RuntimeError(f"processes of replica {self._slot} survive SIGKILL: {identities}")
             await asyncio.sleep(0.02)
+        self._identities = []
         if self._incarnation is not None:
             for beacon in self._beacons(self._incarnation):
                 beacon.remove()
+        await self._tell_end()
+
+    async def _tell_end(self) -> None:
+        """Let the registry know that nothing is left of the incarnations up to now."""
+        number = self._holder
+        if self._directory is None or number <= self._told_end:
+            return
+        if await asyncio.to_thread(self._directory.ended, self._slot, number):
+            self._told_end = number
 
     def _events(self, incarnation: Incarnation) -> EventWriter:
         return self._writer.bind(incarnation=incarnation.number)

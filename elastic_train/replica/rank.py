@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from elastic_train.config import RunConfig
@@ -25,6 +25,10 @@ class Incarnation:
     """Name under which peers reach this replica's ranks."""
     fired: frozenset[str]
     """Faults that have already acted in this run, as the config writes them."""
+    registry: str = ""
+    """Where replicas find each other, ``http://host:port``."""
+    token: str = field(default="", repr=False)
+    """The run's secret: what a request to the registry or to a peer must show. It belongs in no log and no file."""
     environment: tuple[tuple[str, str], ...] = ()
     """Variables that its processes are started with."""
     supervisor_pid: int = 0

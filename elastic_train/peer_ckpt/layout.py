@@ -1,0 +1,133 @@
+"""How a snapshot lies on the wire: the layout of a safetensors file, which describes itself and runs no code.
+
+Eight bytes with the length of the header (little-endian), the header (JSON: type, shape and place of each tensor,
+and what belongs to no tensor under ``__metadata__``), then the bytes of the tensors without a gap.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from elastic_train.peer_ckpt.snapshot import Snapshot
+
+LENGTH_BYTES = 8
+HEADER_LIMIT = 64 << 20
+"""Bytes: far above what a model has, far below what would hurt."""
+
+_ALIGN = 8
+_METADATA = "__metadata__"
+_DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+class LayoutError(ValueError):
+    """Bytes that do not describe a snapshot."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """One tensor on the wire."""
+
+    section: str
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """What a transfer carries, in the order in which it does."""
+
+    header: Mapping[str, Any]
+    """The snapshot's."""
+    sections: tuple[str, ...]
+    places: tuple[Place, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes of all tensors."""
+        return sum(place.size for place in self.places)
+
+    @classmethod
+    def of(cls, snapshot: Snapshot, sections: Sequence[str]) -> Layout:
+        """Raises KeyError if there is no such section."""
+        places = tuple(
+            Place(section=section, name=name, dtype=tensor.dtype, shape=tuple(tensor.shape))
+            for section in sections
+            for name, tensor in snapshot.sections[section].items()
+        )
+        return cls(header=snapshot.header, sections=tuple(sections), places=places)
+
+    def encode(self) -> bytes:
+        """Everything before the tensors. Raises KeyError for a type that the layout does not know."""
+        described: dict[str, Any] = {
+            _METADATA: {"header": json.dumps(dict(self.header)), "sections": json.dumps(self.sections)}
+        }
+        end = 0
+        for place in self.places:
+            start, end = end, end + place.size
+            described[f"{place.section}/{place.name}"] = {
+                "dtype": _NAMES[place.dtype],
+                "shape": place.shape,
+                "data_offsets": (start, end),
+            }
+        text = json.dumps(described).encode()
+        text += b" " * (-len(text) % _ALIGN)
+        return len(text).to_bytes(LENGTH_BYTES, "little") + text
+
+    @classmethod
+    def decode(cls, text: bytes) -> Layout:
+        """From what stands behind the length.
+
+        Raises:
+            LayoutError: it describes no snapshot.
+        """
+        try:
+            described = json.loads(text)
+            metadata = described.pop(_METADATA)
+            header, sections = json.loads(metadata["header"]), tuple(json.loads(metadata["sections"]))
+            if not isinstance(header, dict):
+                raise LayoutError("the snapshot's header is no object")
+            end, places = 0, []
+            for full_name, entry in described.items():
+                section, _, name = full_name.partition("/")
+                shape = tuple(entry["shape"])
+                if section not in sections or not all(type(size) is int and size >= 0 for size in shape):
+                    raise LayoutError(f"{full_name} has no place in it")
+                place = Place(section=section, name=name, dtype=_DTYPES[entry["dtype"]], shape=shape)
+                if entry["data_offsets"] != [end, end + place.size]:
+                    raise LayoutError(f"{full_name} is not where it must be")
+                end += place.size
+                places.append(place)
+            return cls(header=header, sections=sections, places=tuple(places))
+        except LayoutError:
+            raise
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise LayoutError(f"the header cannot be understood: {error!r}") from error
