@@ -41,3 +41,12 @@ class OuterSchedule:
     def quota(self, outer_step: int) -> int:
         """Inner steps to train after outer step ``outer_step`` before the next sync; 0 only at the end."""
         return self.start(outer_step + 1) - self.start(outer_step)
+
+    def number(self, outer_step: int, done: int, quota: int) -> int:
+        """Nominal step of the ``done``-th inner step after ``outer_step``, of ``quota`` that the replica does.
+
+        With a quota of its own a replica walks through the nominal steps faster or slower than one by one; the
+        first of its inner steps is the interval's first at the earliest, the last one the interval's last.
+        """
+        length = self.quota(outer_step)
+        return self.start(outer_step) + (min(-(-done * length // quota), length) if quota else length)

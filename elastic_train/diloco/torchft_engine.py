@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -21,15 +22,40 @@ from torchft.manager import Manager
 from elastic_train.config import DilocoConfig
 from elastic_train.diloco.engine import (
     COLD_START_STEP,
+    FaultHook,
     NoPeerState,
     OuterSync,
     Sync,
     SyncFailed,
-    SyncHooks,
+    SyncKind,
+    Trained,
 )
-from elastic_train.peer_ckpt.shards import export_optimizer, export_tensors, load_optimizer, load_tensors
+from elastic_train.diloco.interval import Interval
+from elastic_train.diloco.schedule import OuterSchedule
+from elastic_train.peer_ckpt.shards import (
+    combine_hashes,
+    export_optimizer,
+    export_tensors,
+    hash_tensors,
+    load_optimizer,
+    load_tensors,
+)
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncHooks:
+    """What the engine asks of the trainer that it works for."""
+
+    at_point: FaultHook
+    progress: Callable[[], torch.Tensor]
+    """int64 ``[virtual_shards, 4]``: what this replica read since its last commit (``PositionTable.delta``). Asked
+    for after the quorum, which may have replaced this replica's state."""
+    on_state: Callable[[], None]
+    """A peer's state is in place, before any data is exchanged."""
+    participants: Callable[[], Sequence[int]] = tuple
+    """Slots in the quorum that this replica is in."""
 
 
 class _Fragments(DiLoCo):
@@ -48,13 +74,15 @@ class TorchftEngine(OuterSync):
         fragments: Sequence[nn.Module],
         inner_optimizer: torch.optim.Optimizer,
         config: DilocoConfig,
+        schedule: OuterSchedule,
         *,
         pin_memory: bool,
         hooks: SyncHooks,
     ) -> None:
         """
         Args:
-            manager: in synchronous quorum mode, its own step at ``COLD_START_STEP`` or, for a joiner, 0.
+            manager: in synchronous quorum mode, its own step at ``COLD_START_STEP`` or, for a joiner, 0. It is a
+                member from here on.
             fragments: modules that together hold every parameter once, in the order in which they sync.
             inner_optimizer: only kept by stock DiLoCo; its hooks are not used.
             pin_memory: pin the host copy of the anchor, on accelerators.
@@ -62,6 +90,7 @@ class TorchftEngine(OuterSync):
         self._manager = manager
         self._config = config
         self._hooks = hooks
+        self._interval = Interval(schedule)
         self._outer = [
             torch.optim.SGD(
                 [p for p in fragment.parameters() if p.requires_grad],
@@ -96,14 +125,43 @@ class TorchftEngine(OuterSync):
     def _fragment_id(self) -> int:
         return self.outer_step % len(self._modules)
 
+    @property
+    def next_step(self) -> int:
+        return self._interval.next_step
+
+    @property
+    def due(self) -> bool:
+        return self._interval.full
+
+    def open_membership(self) -> None:
+        return
+
     def enter(self) -> None:
         self._manager.start_quorum()
 
     def join(self) -> Sync:
-        self.prepare()
+        self._prepare()
         return self.sync()
 
-    def prepare(self) -> None:
+    def step_begins(self) -> None:
+        return
+
+    def step_ended(self, trained: Trained) -> None:
+        self._interval.add(trained)
+        overlap = self._config.overlap_steps
+        if overlap and self._interval.done == self._interval.quota - overlap:
+            self._prepare()
+
+    def settled(self) -> None:
+        return
+
+    def anchor_hash(self, gather: Callable[[int], list[int]]) -> str:
+        return combine_hashes(gather(hash_tensors(self.anchor())))
+
+    def close(self) -> None:
+        self._manager.shutdown(wait=False)
+
+    def _prepare(self) -> None:
         began = time.monotonic()
         self._state_loaded = False
         self._manager.start_quorum()
@@ -120,7 +178,7 @@ class TorchftEngine(OuterSync):
 
     def sync(self) -> Sync:
         if self._prepared is None:
-            self.prepare()
+            self._prepare()
         assert self._prepared is not None
         (wait_s, prepare_s), self._prepared = self._prepared, None
         return self._finish(wait_s, prepare_s)
@@ -166,10 +224,15 @@ class TorchftEngine(OuterSync):
         patience = self._config.max_retries + (self._manager.participating_rank() or 0)
         if self._failures > patience:
             raise SyncFailed(f"{self._failures} syncs failed in a row, the last: {cause}")
+        settled = self._interval.unsettled
+        self._interval.settle_all()
+        self._interval.begin(self.outer_step)
         return Sync(
-            committed=committed,
+            kind=SyncKind.COMMITTED if committed else SyncKind.FAILED,
             outer_step=self.outer_step,
+            participants=tuple(sorted(self._hooks.participants())),
             progress=total.cpu(),
+            tokens=settled if committed else 0,
             wait_s=wait_s,
             reduce_s=prepare_s + time.monotonic() - began,
             bytes=sum(t.numel() * t.element_size() for t in fragment.original_parameters.values()),

@@ -14,21 +14,28 @@ from elastic_train.peer_ckpt.snapshot import Retired, Snapshot
 Status = Callable[[str, frozenset[int]], Mapping[str, Any]]
 """Given an attempt ("" if none is meant) and the slots that the asker knows to be dead in it: how this rank stands."""
 
+Served = Callable[[Snapshot, tuple[str, ...]], None]
+"""A peer has taken those sections of that snapshot."""
+
 
 class PeerServer:
     """``GET /status?attempt=&dead=1,2`` and ``GET /state?sections=a,b``, in threads beside the training."""
 
-    def __init__(self, host: str, token: str, status: Status) -> None:
+    def __init__(
+        self, host: str, token: str, status: Status, on_served: Served = lambda snapshot, sections: None
+    ) -> None:
         """
         Args:
             host: name or address to listen at, and under which peers connect.
             status: called in a thread of the server; what it returns is sent as JSON.
+            on_served: called in a thread of the server, after the last byte was sent.
 
         Raises:
             OSError: it cannot listen there.
             ValueError: the token is empty.
         """
         self._status = status
+        self._on_served = on_served
         self._snapshot: Snapshot | None = None
         self._server = TokenServer(host, 0, token, self._respond)
 
@@ -86,3 +93,4 @@ class PeerServer:
             except Retired:
                 # The connection ends with the answer too short, which is how the peer learns of it.
                 return
+        self._on_served(snapshot, layout.sections)

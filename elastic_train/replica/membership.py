@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torchft.checkpointing import CheckpointTransport
 from torchft.coordination import LighthouseClient
@@ -21,8 +22,11 @@ from torchft.process_group import ProcessGroup, ProcessGroupGloo, ProcessGroupNC
 from elastic_train.config import ConfigError, DilocoConfig
 from elastic_train.device import Device
 from elastic_train.diloco.engine import COLD_START_STEP, FaultHook
+from elastic_train.replica.rank import Incarnation
 
 logger = logging.getLogger(__name__)
+
+_NEVER = timedelta(days=30)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +122,12 @@ def make_group(backend: str, device: Device, timeout_s: float) -> ProcessGroup:
     return group(timeout=timedelta(seconds=timeout_s))
 
 
+def wire_device(backend: str, device: Device, accelerator: torch.device) -> torch.device:
+    """Where the tensors of the group of ``make_group`` must be: gloo's on the host, NCCL's on the accelerator."""
+    chosen = device.backend if backend == "auto" else backend
+    return accelerator if chosen == "nccl" else torch.device("cpu")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Seat:
     """Where a rank sits: its slot, its place in the replica, and the addresses it needs."""
@@ -129,55 +139,123 @@ class Seat:
     host: str
     """Name under which peers reach this replica's manager."""
 
+    @classmethod
+    def of(cls, incarnation: Incarnation, *, rank: int, ranks: int) -> Seat:
+        return cls(
+            slot=incarnation.slot, rank=rank, ranks=ranks, lighthouse=incarnation.lighthouse, host=incarnation.host
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Healing:
+    """How stock DiLoCo heals a replica that is behind, inside the quorum."""
+
+    transport: CheckpointTransport[Any]
+    transfer_timeout_s: float
+    export_state: Callable[[], dict[str, object]]
+    load_state: Callable[[dict[str, object]], None]
+    first_step: int
+    """torchft's step counter; 0 makes the replica heal in its first quorum."""
+
 
 def make_manager(
+    seat: Seat, *, config: DilocoConfig, min_replicas: int, store: dist.TCPStore, group: ProcessGroup
+) -> Manager:
+    """This rank's Manager for the elastic engine: it asks for quorums, and heals nobody.
+
+    A request stays pending until it is answered: one that timed out would stay with the Lighthouse, and give the next
+    caller a quorum with an absent member.
+
+    Args:
+        store: the replica's own store, new in every incarnation (rank 0 hosts it).
+    """
+    manager = Manager(
+        lighthouse_addr=seat.lighthouse,
+        load_state_dict=None,
+        state_dict=None,
+        use_async_quorum=True,
+        timeout=timedelta(seconds=config.timeout_s),
+        quorum_timeout=_NEVER,
+        checkpoint_transport=_NoTransport(),
+        **_common(seat, config, min_replicas, store, group),
+    )
+    _introduce(seat, config, store)
+    return manager
+
+
+def make_stock_manager(
     seat: Seat,
     *,
     config: DilocoConfig,
     min_replicas: int,
-    transfer_timeout_s: float,
     store: dist.TCPStore,
     group: ProcessGroup,
-    transport: CheckpointTransport[Any],
-    export_state: Callable[[], dict[str, object]],
-    load_state: Callable[[dict[str, object]], None],
-    first_step: int,
+    healing: Healing,
     hook: FaultHook,
     on_quorum: Callable[[Quorum], None],
 ) -> ReplicaManager:
-    """Make this rank's Manager. From here on the replica heartbeats, and survivors may wait for it.
-
-    Args:
-        store: the replica's own store, new in every incarnation (rank 0 hosts it).
-        first_step: torchft's step counter; 0 makes the replica heal in its first quorum.
-    """
+    """This rank's Manager for stock DiLoCo. From here on the replica heartbeats, and survivors may wait for it."""
     manager = ReplicaManager(
         hook=hook,
         on_quorum=on_quorum,
         lighthouse=seat.lighthouse,
-        pg=group,
-        load_state_dict=load_state,
-        state_dict=export_state,
-        min_replica_size=min_replicas,
+        load_state_dict=healing.load_state,
+        state_dict=healing.export_state,
         use_async_quorum=False,
-        timeout=timedelta(seconds=max(config.timeout_s, transfer_timeout_s)),
+        timeout=timedelta(seconds=max(config.timeout_s, healing.transfer_timeout_s)),
         quorum_timeout=timedelta(seconds=config.quorum_timeout_s),
-        connect_timeout=timedelta(seconds=config.connect_timeout_s),
-        rank=seat.rank,
-        world_size=seat.ranks,
-        store_addr=store.host,
-        store_port=store.port,
-        replica_id=f"replica_{seat.slot}",
-        hostname=seat.host,
-        port=config.manager_port,
-        checkpoint_transport=transport,
-        init_sync=False,
-        quorum_retries=config.quorum_retries,
+        checkpoint_transport=healing.transport,
+        **_common(seat, config, min_replicas, store, group),
     )
-    manager.load_state_dict({"step": first_step, "batches_committed": 0})
+    manager.load_state_dict({"step": healing.first_step, "batches_committed": 0})
+    _introduce(seat, config, store)
+    return manager
+
+
+def _common(
+    seat: Seat, config: DilocoConfig, min_replicas: int, store: dist.TCPStore, group: ProcessGroup
+) -> dict[str, Any]:
+    return {
+        "pg": group,
+        "min_replica_size": min_replicas,
+        "connect_timeout": timedelta(seconds=config.connect_timeout_s),
+        "rank": seat.rank,
+        "world_size": seat.ranks,
+        "store_addr": store.host,
+        "store_port": store.port,
+        "replica_id": f"replica_{seat.slot}",
+        "hostname": seat.host,
+        "port": config.manager_port,
+        "init_sync": False,
+        "quorum_retries": config.quorum_retries,
+    }
+
+
+def _introduce(seat: Seat, config: DilocoConfig, store: dist.TCPStore) -> None:
+    """Let the Lighthouse hear of this replica now.
+
+    It forms a quorum of whoever has asked and is more than half of those that it has heard of. A heartbeat by hand
+    makes sure that it has heard of this replica before anybody is released.
+    """
     if seat.rank == 0:
-        # The Lighthouse forms a quorum of whoever has asked and is more than half of those that it has heard of.
-        # A heartbeat by hand makes sure that it has heard of this replica before anybody is released.
         client = LighthouseClient(seat.lighthouse, connect_timeout=timedelta(seconds=config.connect_timeout_s))
         client.heartbeat(store.get(REPLICA_ID_KEY).decode(), timedelta(seconds=config.connect_timeout_s))
-    return manager
+
+
+class _NoTransport(CheckpointTransport[Any]):
+    """States do not travel through torchft."""
+
+    def metadata(self) -> str:
+        return ""
+
+    def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: Any, timeout: timedelta) -> None:
+        raise AssertionError("this manager heals nobody")
+
+    def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
+        raise AssertionError("this manager heals nobody")
+
+    def disallow_checkpoint(self) -> None:
+        return
+
+    def shutdown(self, wait: bool = True) -> None:
+        return

@@ -7,6 +7,7 @@ module decides what happens around it: who is in the quorum, what a joiner takes
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -16,27 +17,28 @@ from elastic_train.replica.titan import fixes  # isort: skip  (must come before 
 
 import torch
 import torch.distributed as dist
+from torchft.process_group import ProcessGroup
 from torchtitan.components.dataloader import DataloaderExhaustedError
 from torchtitan.components.metrics import _get_metrics_rank
 from torchtitan.distributed.utils import set_pg_timeouts
 from torchtitan.trainer import Trainer
 
 from elastic_train.config import ConfigError
-from elastic_train.diloco.engine import COLD_START_STEP, NoPeerState, OuterSync, Sync, SyncHooks
-from elastic_train.diloco.fragments import split
+from elastic_train.diloco.control import ControlGroup
+from elastic_train.diloco.engine import OuterSync, Sync, SyncKind, Trained
+from elastic_train.diloco.outer import advice
 from elastic_train.diloco.schedule import OuterSchedule
-from elastic_train.diloco.torchft_engine import TorchftEngine
 from elastic_train.events import EventWriter, LineFile
-from elastic_train.peer_ckpt.http import MeteredHTTPTransport
-from elastic_train.replica.control import ControlGroup
+from elastic_train.peer_ckpt.shards import local
 from elastic_train.replica.data.loader import DataError
 from elastic_train.replica.faults import FaultPlan
 from elastic_train.replica.journal import Journal
-from elastic_train.replica.membership import Quorum, ReplicaManager, Seat, make_group, make_manager
+from elastic_train.replica.membership import make_group
+from elastic_train.replica.outer.elastic import make_elastic_engine
+from elastic_train.replica.outer.stock import make_stock_engine
 from elastic_train.replica.rank import Incarnation
-from elastic_train.replica.state import export_state, load_state
 from elastic_train.replica.titan.checkpoint import save_checkpoint
-from elastic_train.replica.titan.lr import set_lr_step
+from elastic_train.replica.titan.lr import lr_step, set_lr_step
 from elastic_train.replica.titan.translate import translate
 from elastic_train.replica.watch.beacon import Beacon, Phase
 
@@ -84,7 +86,7 @@ class ElasticTrainer(Trainer):
         if self.rank == _get_metrics_rank(
             parallel_dims=self.parallel_dims, pp_schedule=config.parallelism.pipeline_parallel_schedule
         ):
-            self.metrics_processor.sink = lambda record: metrics.append(self._metrics_record(record))
+            self.metrics_processor.sink = lambda record: self._logged(record, metrics)
 
         batch_rank = self.parallel_dims.get_mesh("batch").get_local_rank() if self.parallel_dims.dp_enabled else 0
         batch_ranks = [row[0] for row in self.control.gather([batch_rank])]
@@ -92,10 +94,12 @@ class ElasticTrainer(Trainer):
         self._reads_data = batch_ranks.index(batch_rank) == self.rank
         self._data_ranks = len(set(batch_ranks)) * self.parallel_dims.cp
         self._tokens_trained = 0
-        self._interval_tokens = 0
         self._first_step_done = False
-        self._received_hash: int | None = None
-        self._export_error: Exception | None = None
+        self._losses: list[torch.Tensor] = []
+        self._grad_norm: float | None = None
+        self._slowness = 0.0
+        self.has_state = not incarnation.joining
+        """Whether the parameters are those of the run."""
 
         if self.tokenizer.get_vocab_size() > self.model_config.vocab_size:
             raise ConfigError(
@@ -104,14 +108,23 @@ class ElasticTrainer(Trainer):
             )
         if fixes.DEVICE.kind == "cpu" and (incarnation.slot, incarnation.number, self.rank) == (0, 0, 0):
             events.emit("note", text=_ON_CPU)
+        if (incarnation.slot, incarnation.number) == (0, 0):
+            hint = advice(config.diloco.outer_lr, config.orchestrator.replicas)
+            if hint is not None:
+                self.journal.note(hint)
         self._store = self._make_store()
-        self._group = make_group(config.diloco.backend, fixes.DEVICE, config.diloco.timeout_s)
-        faults.abort_groups = self._abort_groups
-        self._membership: ReplicaManager | None = None
+        self._group = self._make_group()
         self._engine: OuterSync | None = None
+        for optimizer in self.optimizers:
+            optimizer.register_step_pre_hook(lambda *_: self.engine.before_optimizer())
+        faults.abort_groups = self._abort_groups
+        faults.poison = self._poison
+        faults.flip_bit = self._flip_bit
+        faults.slow_down = self._slow_down
         if not incarnation.joining:
             # Before the release, so that the Lighthouse knows everybody when the first one asks for a quorum.
-            self._enter_membership(COLD_START_STEP)
+            self._make_engine()
+            self.engine.open_membership()
         beacon.moved(Phase.IDLE)
 
     @property
@@ -121,20 +134,8 @@ class ElasticTrainer(Trainer):
 
     @property
     def engine(self) -> OuterSync:
-        assert self._engine is not None, "the engine is made with the membership"
+        assert self._engine is not None, "a joiner makes its engine when it joins"
         return self._engine
-
-    @property
-    def membership(self) -> ReplicaManager:
-        assert self._membership is not None, "a joiner becomes a member when it joins"
-        return self._membership
-
-    @property
-    def _quorum(self) -> Quorum:
-        """The quorum that this replica is in."""
-        quorum = self.membership.quorum
-        assert quorum is not None, "a member has entered a quorum"
-        return quorum
 
     def run(self) -> None:
         """Train from wherever the quorum stands to the last step of the run.
@@ -145,19 +146,23 @@ class ElasticTrainer(Trainer):
             ReplicaBroken: another rank of this replica is gone.
         """
         if self.incarnation.joining:
-            self._join()
+            self._make_engine()
+            self._settle(self.engine.join())
+            self.has_state = True
         else:
             self.engine.enter()
-            self.beacon.moved(Phase.BUILD)
+        self.beacon.moved(Phase.BUILD)
         with self.config.profiler.build(global_step=self.step, base_folder=self.config.dump_folder) as profiler:
             batches = self.batch_generator(self.dataloader)
             while self.outer_step < self.schedule.outer_steps:
-                while self.step < self.schedule.start(self.outer_step + 1):
+                while not self.engine.due:
                     self._inner_step(batches)
                     profiler.step()
                 self._settle(self.engine.sync())
         self.beacon.moved(Phase.IDLE)
-        self.journal.finished(self.step, self.outer_step)
+        # Stock DiLoCo throws tokens away when a sync fails.
+        exact = self.run_config.diloco.engine == "elastic"
+        self.journal.finished(self.step, self.outer_step, self._tokens_trained if exact else None)
 
     def save(self, *, last: bool) -> None:
         """Write a checkpoint that torchtitan's tools read; all ranks of the replica call it together."""
@@ -167,18 +172,22 @@ class ElasticTrainer(Trainer):
 
     def close(self) -> None:
         super().close()
-        if self._membership is not None:
-            self._membership.shutdown(wait=False)
+        if self._engine is not None:
+            self._engine.close()
 
     # -- one inner step ------------------------------------------------------------------------------------------
 
     def _inner_step(self, batches: Iterator[Any]) -> None:
         began = time.monotonic()
-        self.step += 1
+        self.step = self.engine.next_step
+        self._put_lr_at(self.step - 1)
         self.beacon.moved(Phase.STEP if self._first_step_done else Phase.BUILD, self.step)
         self.faults.passing("step", self.step)
         self.gc_handler.run(self.step)
         seen = self.ntokens_seen
+        self._losses.clear()
+        self._grad_norm = None
+        self.engine.step_begins()
         try:
             self.train_step(batches)
         except DataloaderExhaustedError as error:
@@ -187,31 +196,47 @@ class ElasticTrainer(Trainer):
             ) from error
         tokens = (self.ntokens_seen - seen) * self._data_ranks
         self._tokens_trained += tokens
-        self._interval_tokens += tokens
         if self.config.validator.enable and self.validator.should_validate(self.step):
             with self.beacon.during(Phase.EVALUATE):
                 self.validator.validate(self.model_parts, self.step)
         time.sleep(max(0.0, self.run_config.debug.min_step_s - (time.monotonic() - began)))
+        time.sleep(self._slowness * (time.monotonic() - began))
         if not self._first_step_done:
             self._first_step_done = True
             set_pg_timeouts(timedelta(seconds=self.config.comm.train_timeout_seconds), self.parallel_dims)
             self.journal.first_step(self.step)
-        overlap = self.run_config.diloco.overlap_steps
-        if overlap and self.step == self.schedule.start(self.outer_step + 1) - overlap:
-            self.engine.prepare()
-            self.beacon.moved(Phase.STEP)
+        # What a rank's loss lacks to the mean over the replica is what its other data ranks add.
+        loss = torch.stack(self._losses).sum() * self._data_ranks if self._losses else None
+        self.engine.step_ended(
+            Trained(tokens=tokens, seconds=time.monotonic() - began, loss=loss, grad_norm=self._grad_norm)
+        )
+        self.beacon.moved(Phase.STEP)
 
-    def _metrics_record(self, record: dict[str, Any]) -> dict[str, Any]:
-        """A logged step as a line of metrics.jsonl. ``train_step`` logs before its tokens are counted."""
-        tokens = self._tokens_trained + self._step_tokens
-        return {
-            "t": round(time.time(), 6),
-            "replica": self.incarnation.slot,
-            "incarnation": self.incarnation.number,
-            "outer_step": self.outer_step,
-            "tokens": tokens,
-            **record,
-        }
+    def forward_backward_step(self, **batch: Any) -> torch.Tensor:
+        """torchtitan's, with its loss kept where it is: reading it would wait for an accelerator."""
+        loss = super().forward_backward_step(**batch)
+        if not self.parallel_dims.pp_enabled or self.pp_has_last_stage:
+            self._losses.append(loss.detach().clone())
+        return loss
+
+    def _put_lr_at(self, steps: int) -> None:
+        """The LR follows the nominal step, which a commit can move."""
+        if lr_step(self.lr_schedulers) != steps:
+            set_lr_step(self.lr_schedulers, steps)
+
+    def _logged(self, record: dict[str, Any], metrics: LineFile) -> None:
+        """A logged step becomes a line of metrics.jsonl. ``train_step`` logs before its tokens are counted."""
+        self._grad_norm = record["grad_norm"]
+        metrics.append(
+            {
+                "t": round(time.time(), 6),
+                "replica": self.incarnation.slot,
+                "incarnation": self.incarnation.number,
+                "outer_step": self.outer_step,
+                "tokens": self._tokens_trained + self._step_tokens,
+                **record,
+            }
+        )
 
     @property
     def _step_tokens(self) -> int:
@@ -221,85 +246,60 @@ class ElasticTrainer(Trainer):
 
     # -- the outer sync ------------------------------------------------------------------------------------------
 
-    def _progress(self) -> torch.Tensor:
-        """What this replica read since the last commit, summed over the ranks that read."""
+    def progress(self) -> torch.Tensor:
+        """int64 ``[virtual_shards, 4]``: what this replica read since the last commit, on all ranks that read."""
         mine = self.dataloader.positions().delta(self.dataloader.committed)
         return self.control.sum(mine if self._reads_data else torch.zeros_like(mine))
 
-    def _settle(self, outcome: Sync) -> None:
+    def _settle(self, sync: Sync) -> None:
         """Bring step, LR and data to where the sync left the run."""
-        if self.step != self.schedule.start(outcome.outer_step):
-            # A failed sync of stock DiLoCo goes back to the anchor; a joiner under overlap comes in before the end.
-            self.step = self.schedule.start(outcome.outer_step)
-            set_lr_step(self.lr_schedulers, self.step)
-        if outcome.committed:
-            self.dataloader.commit(self.dataloader.committed.plus(outcome.progress))
-            self.journal.committed(
-                outcome,
-                step=self.step,
-                tokens=self._interval_tokens,
-                quorum=self._quorum,
-                anchor=self.engine.anchor(),
-            )
-        else:
-            self.journal.failed(outcome)
-            self.dataloader.restore(self.dataloader.committed)
-        self._interval_tokens = 0
+        self.step = self.schedule.start(sync.outer_step)
+        self._put_lr_at(self.step)
+        match sync.kind:
+            case SyncKind.COMMITTED:
+                assert sync.progress is not None
+                self.dataloader.commit(self.dataloader.committed.plus(sync.progress))
+                anchor_hash = self.engine.anchor_hash(lambda value: [row[0] for row in self.control.gather([value])])
+                self.journal.committed(sync, step=self.step, anchor_hash=anchor_hash)
+            case SyncKind.FAILED:
+                self.journal.failed(sync)
+                self.dataloader.restore(self.dataloader.committed)
+        self.engine.settled()
         self.beacon.moved(Phase.STEP, self.step)
-        if outcome.committed:
-            self._save_if_due()
+        if sync.committed:
+            self._save_if_due(sync)
 
-    def _save_if_due(self) -> None:
+    def _save_if_due(self, sync: Sync) -> None:
         """One replica writes, the lowest slot in the quorum, at the first commit after each interval of steps."""
         settings = self.run_config.checkpoint
         before = self.schedule.start(self.outer_step - 1)
         due = settings.enable and self.step // settings.interval > before // settings.interval
-        if due and self.step < self.schedule.steps and min(self._quorum.participants) == self.incarnation.slot:
+        if due and self.step < self.schedule.steps and min(sync.participants) == self.incarnation.slot:
             self.save(last=False)
 
-    # -- membership, and the way in for a joiner ---------------------------------------------------------------
+    # -- membership, and faults that strike it -------------------------------------------------------------------
 
-    def _join(self) -> None:
-        self._enter_membership(first_step=0)
-        self._settle(self.engine.join())
+    def _make_group(self) -> ProcessGroup:
+        """The elastic engine bounds each operation by itself, so the group's own bound is that of its setup."""
+        diloco = self.run_config.diloco
+        bound_s = diloco.connect_timeout_s if diloco.engine == "elastic" else diloco.timeout_s
+        return make_group(diloco.backend, fixes.DEVICE, bound_s)
 
-    def _enter_membership(self, first_step: int) -> None:
-        incarnation, config = self.incarnation, self.run_config
-        transport = MeteredHTTPTransport(
-            timeout_s=config.peer_ckpt.timeout_s,
-            chunks=config.peer_ckpt.http_chunks,
-            advertise_host=incarnation.host,
-            on_receive=lambda: self.journal.heals(self._quorum),
-        )
-        self._transport = transport
-        self._membership = make_manager(
-            Seat(
-                slot=incarnation.slot,
-                rank=self.rank,
-                ranks=self.control.ranks,
-                lighthouse=incarnation.lighthouse,
-                host=incarnation.host,
-            ),
-            config=config.diloco,
-            min_replicas=config.lighthouse.min_replicas,
-            transfer_timeout_s=config.peer_ckpt.timeout_s,
-            store=self._store,
-            group=self._group,
-            transport=transport,
-            export_state=self._give_state,
-            load_state=self._take_state,
-            first_step=first_step,
-            hook=self._at_point,
-            on_quorum=self._on_quorum,
-        )
-        self._engine = TorchftEngine(
-            self._membership,
-            split(self.model_parts, config.diloco.fragments),
-            self.optimizers,
-            config.diloco,
-            pin_memory=fixes.DEVICE.pins_memory,
-            hooks=SyncHooks(at_point=self._at_point, progress=self._progress, on_state=self._state_is_in_place),
-        )
+    def _make_engine(self) -> None:
+        make = make_elastic_engine if self.run_config.diloco.engine == "elastic" else make_stock_engine
+        self._engine = make(self, self._group, self._store)
+
+    def _poison(self) -> None:
+        shards = (local(p.detach()) for part in self.model_parts for p in part.parameters())
+        next(shard for shard in shards if shard.numel()).view(-1)[0] = math.nan
+
+    def _flip_bit(self) -> None:
+        """One bit of the anchor, as failing memory would."""
+        anchor = next(tensor for tensor in self.engine.anchor().values() if tensor.numel())
+        local(anchor).view(-1)[:1].view(torch.int32).bitwise_xor_(1 << 20)
+
+    def _slow_down(self) -> None:
+        self._slowness = 1.0
 
     def _abort_groups(self) -> None:
         """What a failing collective library does to this rank: nothing that it is a member of works any more."""
@@ -316,40 +316,3 @@ class ElasticTrainer(Trainer):
             return store
         port = self.control.gather([0])[0][0]
         return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
-
-    def _at_point(self, point: str) -> None:
-        if point == "quorum":
-            self.beacon.moved(Phase.QUORUM)
-        self.faults.passing(point, self.step)
-
-    def _on_quorum(self, quorum: Quorum) -> None:
-        self.beacon.moved(Phase.SYNC)
-        if self._export_error is not None:
-            raise self._export_error
-        self.journal.entered(quorum)
-
-    def _give_state(self) -> dict[str, object]:
-        """torchft asks for the state that a joiner gets; the main thread waits for the quorum meanwhile."""
-        try:
-            self.faults.passing("snapshot", self.step)
-            state = export_state(self)
-        except Exception as error:
-            # torchft would only log it, and the joiner would wait for a state that never comes.
-            self._export_error = error
-            raise
-        self.journal.served(self.outer_step, state["hash"])
-        return state
-
-    def _take_state(self, state: dict[str, object]) -> None:
-        """Take over a donor's state and prove it: what is in place now must hash to what the donor had."""
-        load_state(self, state)
-        self._received_hash = export_state(self)["hash"]
-        if self._received_hash != state["hash"]:
-            raise NoPeerState("the state in place differs from the donor's: it was damaged on the way")
-
-    def _state_is_in_place(self) -> None:
-        donor, transfer = self._quorum.donor, self._transport.received
-        assert donor is not None
-        assert transfer is not None
-        assert self._received_hash is not None
-        self.journal.healed(donor, transfer, self._received_hash, outer_step=self.outer_step, step=self.step)

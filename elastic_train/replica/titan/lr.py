@@ -15,3 +15,8 @@ def set_lr_step(schedulers: LRSchedulersContainer, step: int) -> None:
     for scheduler in schedulers:
         for group, rate in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
             group["lr"] = rate
+
+
+def lr_step(schedulers: LRSchedulersContainer) -> int:
+    """Finished inner steps of the LR schedule."""
+    return int(schedulers.state_dict()["last_epoch"])

@@ -8,9 +8,10 @@ import torch
 import torch.distributed as dist
 
 from elastic_train.config import ConfigError, EnvironmentProblem
-from elastic_train.diloco.engine import NoPeerState, SyncFailed
+from elastic_train.diloco.control import ReplicaBroken
+from elastic_train.diloco.engine import Diverged, ForeignReplica, NonFinite, NoPeerState, SyncFailed
+from elastic_train.peer_ckpt.directory import RegistryUnreachable
 from elastic_train.peer_ckpt.shards import StateMismatch
-from elastic_train.replica.control import ReplicaBroken
 from elastic_train.replica.data.sources import DataError
 
 _DATA_LIBRARIES = ("datasets", "pyarrow", "huggingface_hub")
@@ -33,8 +34,12 @@ def of_exception(error: BaseException, *, proven: bool = False) -> str:
         return "exception" if proven else "config_error"
     if isinstance(error, NoPeerState | StateMismatch):
         return "heal_failed"
-    if isinstance(error, SyncFailed | ReplicaBroken | dist.DistError):
+    if isinstance(error, SyncFailed | ReplicaBroken | RegistryUnreachable | dist.DistError):
         return "comm_error"
+    if isinstance(error, Diverged | ForeignReplica):
+        return "diverged"
+    if isinstance(error, NonFinite):
+        return "non_finite"
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, torch.AcceleratorError) or _DEVICE_WORDS.search(text):
         return "device_error"

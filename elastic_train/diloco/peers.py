@@ -1,0 +1,169 @@
+"""What one rank can learn from its peers outside of a quorum: who is ahead, what became of an attempt, their state."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from elastic_train.diloco.doubt import Answer
+from elastic_train.peer_ckpt.client import PeerClient, TransferFailed
+from elastic_train.peer_ckpt.directory import Directory
+from elastic_train.peer_ckpt.snapshot import Snapshot
+
+logger = logging.getLogger(__name__)
+
+_PAUSE_S = 0.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerState:
+    """A peer and the state that it holds, as rank 0 of it says."""
+
+    slot: int
+    incarnation: int
+    outer_step: int
+    state_hash: int
+    """Over all its ranks, signed 64 bit."""
+
+    def to_ints(self) -> list[int]:
+        return [self.slot, self.incarnation, self.outer_step, self.state_hash]
+
+    @classmethod
+    def from_ints(cls, values: Sequence[int]) -> PeerState:
+        slot, incarnation, outer_step, state_hash = values
+        return cls(slot=slot, incarnation=incarnation, outer_step=outer_step, state_hash=state_hash)
+
+
+class Peers:
+    """The peers of one rank. May be used from several threads."""
+
+    def __init__(self, slot: int, rank: int, directory: Directory, client: PeerClient) -> None:
+        self._slot = slot
+        self._rank = rank
+        self._directory = directory
+        self._client = client
+        self._never = threading.Event()
+
+    def newest(self, at_least: int, among: Collection[int] | None = None) -> PeerState | None:
+        """A peer (one of the slots ``among``, if given) whose outer step is the newest, and ``at_least`` that.
+
+        Among equals it is the next slot after ours, so that several who ask at once are spread over them.
+        """
+        found: list[PeerState] = []
+        for slot, entry in self._directory.peers().items():
+            if slot == self._slot or (among is not None and slot not in among):
+                continue
+            status = self._client.status(entry.addresses[0])
+            if status is not None and status["outer_step"] >= at_least:
+                found.append(
+                    PeerState(
+                        slot=slot,
+                        incarnation=status["incarnation"],
+                        outer_step=status["outer_step"],
+                        state_hash=status["state_hash"],
+                    )
+                )
+        if not found:
+            return None
+        best = max(state.outer_step for state in found)
+        newest = sorted((state for state in found if state.outer_step == best), key=lambda state: state.slot)
+        return next((state for state in newest if state.slot > self._slot), newest[0])
+
+    def outer_step_of(self, slot: int, incarnation: int) -> int | None:
+        """The outer step of that incarnation; None if it does not answer."""
+        entry = self._directory.peers().get(slot)
+        if entry is None or entry.incarnation != incarnation:
+            return None
+        status = self._client.status(entry.addresses[0])
+        return None if status is None or status["incarnation"] != incarnation else int(status["outer_step"])
+
+    def ask(self, slot: int, incarnation: int, attempt: str, dead: frozenset[int]) -> Answer | None:
+        """What that incarnation says about an attempt; None if it does not answer."""
+        entry = self._directory.peers().get(slot)
+        if entry is None:
+            return None
+        status = self._client.status(entry.addresses[0], attempt, dead)
+        if status is None or status["incarnation"] != incarnation:
+            return None
+        try:
+            return Answer.from_mapping(status)
+        except ValueError as error:
+            logger.warning("replica %d's answer about attempt %s means nothing: %s", slot, attempt, error)
+            return None
+
+    def is_dead(self, slot: int, incarnation: int) -> bool:
+        """Whether certainly no process of that incarnation is left."""
+        return self._directory.is_dead(slot, incarnation)
+
+    def fetch(
+        self, source: PeerState, sections: Sequence[str], timeout_s: float, alive: Callable[[], None]
+    ) -> Snapshot:
+        """This rank's part of the state that ``source`` names.
+
+        A peer's ranks commit within moments of each other, and publish a little later; until then they are asked
+        again.
+
+        Raises:
+            TransferFailed: it is not to be had any more.
+        """
+        end = time.monotonic() + timeout_s
+        while True:
+            entry = self._directory.peers().get(source.slot)
+            if entry is None or entry.incarnation != source.incarnation:
+                raise TransferFailed(f"replica {source.slot} is not what it was")
+            try:
+                snapshot = self._client.fetch(
+                    entry.addresses[self._rank],
+                    sections,
+                    max(end - time.monotonic(), 0.1),
+                    lambda received, total: alive(),
+                )
+            except TransferFailed as error:
+                if time.monotonic() >= end:
+                    raise
+                logger.info("fetching from replica %d is tried again: %s", source.slot, error)
+            else:
+                if snapshot.header["outer_step"] == source.outer_step:
+                    return snapshot
+                if snapshot.header["outer_step"] > source.outer_step or time.monotonic() >= end:
+                    raise TransferFailed(f"replica {source.slot} is at outer step {snapshot.header['outer_step']}")
+            self._never.wait(_PAUSE_S)
+
+
+class PeerWatch:
+    """Looks out for a peer that is ahead, beside whatever the main thread does."""
+
+    def __init__(self, look: Callable[[], PeerState | None], period_s: float) -> None:
+        """``look`` is called every ``period_s``, first after one of them."""
+        self._look = look
+        self._period_s = period_s
+        self._stop = threading.Event()
+        self.found: PeerState | None = None
+        self._thread = threading.Thread(target=self._run, name="peer_watch", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the watch; it does not wait for a look that is under way."""
+        self._stop.set()
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._period_s):
+            try:
+                self.found = self._look() or self.found
+            except Exception:
+                logger.exception("looking for a peer that is ahead failed")
+
+
+def status_of(*, slot: int, incarnation: int, outer_step: int, state_hash: int, answer: Answer) -> Mapping[str, Any]:
+    """What a replica says of itself, as ``Peers`` reads it. An outer step below 0: it has no state."""
+    return {
+        "slot": slot,
+        "incarnation": incarnation,
+        "outer_step": outer_step,
+        "state_hash": state_hash,
+        **answer.as_mapping(),
+    }

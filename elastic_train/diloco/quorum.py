@@ -1,0 +1,156 @@
+"""A replica's request for a quorum: announced without waiting, answered whenever the others are there.
+
+torchft's Manager asks and configures the group. What it lacks is added here: ids that stay unique when the
+Lighthouse is started again and counts anew, the members of the answer, and a request that can be looked at.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torchft.manager import Manager
+
+from elastic_train.diloco.engine import COLD_START_STEP
+
+
+class QuorumFailed(RuntimeError):
+    """The quorum came to nothing, or its group could not be set up; another one must be asked for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Formed:
+    """A quorum as one rank sees it."""
+
+    key: int
+    """Unique over restarts of the Lighthouse, the same on all members."""
+    number: int
+    """The Lighthouse's own number of it."""
+    replica_ids: tuple[str, ...]
+    """torchft's ids of the members (slot and a new uuid for each incarnation), in the order of the group's ranks."""
+    rank: int
+    """This replica's place among them."""
+
+
+class FencedClient:
+    """Stands before torchft's ManagerClient: makes quorum ids unique, and keeps the last answer.
+
+    A Lighthouse that was restarted counts from 1 again. A member that compared bare numbers would keep a broken
+    group or meet its peers under an old store key, where they wait in vain.
+    """
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+        self._key = 0
+        self._seen: tuple[int, tuple[str, ...]] | None = None
+        self.broken = 0
+        """Told to the Lighthouse as torchft's commit failures: above 0, it counts up the quorum's number, so that
+        every member sets its group up anew."""
+        self.formed: Formed | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    def _quorum(self, **request: Any) -> Any:
+        answer = self._client._quorum(**{**request, "commit_failures": self.broken})
+        members = tuple(answer.replica_ids)
+        seen = (answer.quorum_id, members)
+        if seen != self._seen:
+            text = repr((seen, answer.max_step)).encode()
+            self._key = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
+            self._seen = seen
+        self.formed = Formed(key=self._key, number=answer.quorum_id, replica_ids=members, rank=answer.replica_rank)
+        answer.quorum_id = self._key
+        return answer
+
+
+class QuorumSeat:
+    """The requests of one rank. All ranks of a replica announce together."""
+
+    def __init__(self, manager: Manager) -> None:
+        """``manager`` is in asynchronous quorum mode, without state functions: it never heals anybody."""
+        self._manager = manager
+        self._client = FencedClient(manager._client)
+        manager._client = self._client
+        self._request: concurrent.futures.Future[None] | None = None
+
+    @property
+    def pending(self) -> bool:
+        """Whether a request was announced and not taken."""
+        return self._request is not None
+
+    @property
+    def fired(self) -> bool:
+        """Whether the pending request was answered, or failed."""
+        return self._request is not None and self._request.done()
+
+    def announce(self, outer_step: int) -> None:
+        """Ask for a quorum at ``outer_step``, without waiting; nothing if a request is pending."""
+        self._manager.load_state_dict({"step": outer_step + COLD_START_STEP, "batches_committed": 0})
+        if self._request is None:
+            self._manager.start_quorum(allow_heal=False)
+            self._request = self._manager._quorum_future
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for the answer; False if it did not come in time. True also if it was taken already."""
+        request = self._request
+        return request is None or bool(concurrent.futures.wait([request], timeout=timeout_s).done)
+
+    def take(self) -> Formed:
+        """The quorum that the pending request got. Its group is ready.
+
+        Raises:
+            QuorumFailed: the request failed, or the group could not be set up.
+        """
+        request, self._request = self._request, None
+        assert request is not None, "nothing was announced"
+        error = request.exception()
+        if error is not None:
+            # torchft would raise it again in every later request.
+            self._manager._quorum_future = None
+            raise QuorumFailed(f"no quorum: {error}") from error
+        wrong = self._manager.errored()
+        if wrong is not None:
+            raise QuorumFailed(f"the group of the quorum was not set up: {wrong.original_exception}")
+        assert self._client.formed is not None
+        return self._client.formed
+
+    def rebuild_group(self, broken: bool) -> None:
+        """Whether the next quorum must set up its group anew although its members are the same."""
+        self._client.broken = self._client.broken + 1 if broken else 0
+
+    def shutdown(self) -> None:
+        """Leave: no heartbeat from here on."""
+        self._manager.shutdown(wait=False)
+
+
+class QuorumCount:
+    """Numbers quorums for people: the Lighthouse's number, plus the highest seen before each of its restarts."""
+
+    def __init__(self) -> None:
+        self.base = 0
+        self._last = 0
+        self._members: tuple[str, ...] = ()
+
+    def see(self, formed: Formed) -> None:
+        """A quorum came. A number that went back, or that others have now, tells of a restart."""
+        anew = formed.number == self._last and formed.replica_ids != self._members and self._members
+        if formed.number < self._last or anew:
+            self.base += self._last
+        self._last, self._members = formed.number, formed.replica_ids
+
+    def agree(self, bases: Sequence[int]) -> int:
+        """Take over the highest base among the members; gives the number to show."""
+        self.base = max(bases)
+        return self.base + self._last
+
+    def to_list(self) -> list[int]:
+        return [self.base, self._last]
+
+    def follow(self, values: Sequence[int]) -> None:
+        """Take over a peer's ``to_list``."""
+        self.base, self._last = values
+        self._members = ()

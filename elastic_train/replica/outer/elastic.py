@@ -1,0 +1,105 @@
+"""The trainer's side of the elastic engine: what it takes from the trainer, and what it puts in place there."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from elastic_train.config import digest
+from elastic_train.diloco.elastic import ElasticEngine, Identity
+from elastic_train.diloco.flat import flatten
+from elastic_train.diloco.fragments import split
+from elastic_train.diloco.quorum import QuorumSeat
+from elastic_train.peer_ckpt.snapshot import Snapshot
+from elastic_train.replica.data.position import PositionTable
+from elastic_train.replica.membership import Seat, make_manager, wire_device
+from elastic_train.replica.state import counters, load_counters, load_moments, moments
+from elastic_train.replica.titan import fixes
+from elastic_train.replica.watch.beacon import Phase
+
+if TYPE_CHECKING:
+    from torchft.process_group import ProcessGroup
+
+    from elastic_train.replica.trainer import ElasticTrainer
+
+
+class ElasticTrainee:
+    """A rank's trainer as the engine sees it (``diloco.trainee.Trainee``)."""
+
+    def __init__(self, trainer: ElasticTrainer) -> None:
+        self._trainer = trainer
+        self._thread = threading.current_thread()
+
+    def at_point(self, point: str) -> None:
+        if point == "quorum":
+            self._trainer.beacon.moved(Phase.QUORUM)
+        self._trainer.faults.passing(point, self._trainer.step)
+
+    def alive(self) -> None:
+        if threading.current_thread() is self._thread:
+            trainer = self._trainer
+            trainer.beacon.moved(Phase.SYNC if trainer.has_state else Phase.BUILD)
+
+    def progress(self) -> torch.Tensor:
+        return self._trainer.progress()
+
+    def moments(self) -> Mapping[str, torch.Tensor]:
+        return moments(self._trainer)
+
+    def counters(self) -> dict[str, Any]:
+        return counters(self._trainer)
+
+    def take(self, snapshot: Snapshot) -> None:
+        load_moments(self._trainer, snapshot.sections["inner"])
+        load_counters(self._trainer, snapshot.header["extra"])
+
+    def follow(self, snapshot: Snapshot, *, included: bool) -> None:
+        # Of its own shards the peers have committed nothing but what this replica gave them, so its own reading goes
+        # on where it is.
+        self._trainer.dataloader.commit(PositionTable.from_list(snapshot.header["extra"]["positions"]))
+
+
+def make_elastic_engine(trainer: ElasticTrainer, group: ProcessGroup, store: dist.TCPStore) -> ElasticEngine:
+    """The engine of ``diloco.engine = "elastic"``; it becomes a member by ``open_membership``."""
+    incarnation, config = trainer.incarnation, trainer.run_config
+    anchor_device = trainer.device if config.diloco.anchor_device == "device" else torch.device("cpu")
+
+    def make_seat() -> QuorumSeat:
+        return QuorumSeat(
+            make_manager(
+                Seat.of(incarnation, rank=trainer.rank, ranks=trainer.control.ranks),
+                config=config.diloco,
+                min_replicas=config.lighthouse.min_replicas,
+                store=store,
+                group=group,
+            )
+        )
+
+    return ElasticEngine(
+        Identity(
+            slot=incarnation.slot,
+            incarnation=incarnation.number,
+            host=incarnation.host,
+            registry=incarnation.registry,
+            token=incarnation.token,
+            config_digest=int(digest(config)[:15], 16),
+            transfer_timeout_s=config.peer_ckpt.timeout_s,
+        ),
+        config=config.diloco,
+        schedule=trainer.schedule,
+        fragments=flatten(
+            split(trainer.model_parts, config.diloco.fragments),
+            device=anchor_device,
+            pin_memory=fixes.DEVICE.pins_memory,
+        ),
+        control=trainer.control,
+        group=group,
+        wire_device=wire_device(config.diloco.backend, fixes.DEVICE, trainer.device),
+        make_seat=make_seat,
+        trainee=ElasticTrainee(trainer),
+        journal=trainer.journal,
+    )
