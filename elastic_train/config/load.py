@@ -22,9 +22,9 @@ from elastic_train.config.toml_text import value_text
 
 _SYNC_EVERY = "diloco.sync_every"
 _BUCKET = "diloco.bucket_mb"
-# Settings of a Lighthouse of our own.
+# Settings of a Lighthouse of our own. The host is not among them: the registry of the replicas listens there too.
 _OWN_LIGHTHOUSE = tuple(
-    f"lighthouse.{name}" for name in ("host", "port", "join_timeout_ms", "heartbeat_timeout_ms", "quorum_tick_ms")
+    f"lighthouse.{name}" for name in ("port", "join_timeout_ms", "heartbeat_timeout_ms", "quorum_tick_ms")
 )
 
 

@@ -64,7 +64,7 @@ class LighthouseConfig:
     """A Lighthouse that somebody else runs, as http://host:port; empty: the run starts its own."""
 
     host: Name = "127.0.0.1"
-    """Address at which our Lighthouse listens, and under which replicas reach it."""
+    """Address at which our Lighthouse and the registry of the replicas listen, and under which replicas reach them."""
 
     port: Port = 0
     """Port at which our Lighthouse listens; 0: any that is free."""
@@ -132,7 +132,7 @@ class DilocoConfig:
 
     anchor_device: Literal["host", "device"] = "host"
     """Where the anchor and the outer optimizer live: in the host's memory, or on the accelerator, which is faster and
-    takes two more copies of the parameters in float32."""
+    takes 16 bytes there for each parameter of a rank."""
 
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """What replicas talk over: nccl (RCCL on AMD), gloo, or what fits the device."""

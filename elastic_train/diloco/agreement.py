@@ -25,6 +25,7 @@ from elastic_train.diloco.peers import Peers
 from elastic_train.diloco.wire import Wire, WireError
 
 _OUTCOMES = (Outcome.COMMIT, Outcome.ABORT, Outcome.UNSETTLED)
+_NOT_YET = -1
 
 
 class Landing(Enum):
@@ -168,7 +169,9 @@ class Agreement:
                 monotonic=time.monotonic,
                 wait=self._wait,
             )
-        outcome = _OUTCOMES[self._control.word([_OUTCOMES.index(outcome)]).heard()[0]]
+        while (word := self._control.word([_OUTCOMES.index(outcome)]).heard()[0]) == _NOT_YET:
+            self._alive()
+        outcome = _OUTCOMES[word]
         if outcome is Outcome.UNSETTLED:
             raise ReplicaBroken(
                 f"whether outer step {rows[0].outer_step + 1} was committed could not be settled with the peers within "
@@ -187,6 +190,8 @@ class Agreement:
         )
 
     def _wait(self, seconds: float) -> None:
+        """Between two rounds of questions by rank 0; the others learn that it is still asking."""
+        self._control.word([_NOT_YET]).heard()
         self._alive()
         self._pause.wait(seconds)
 

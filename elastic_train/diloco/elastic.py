@@ -11,8 +11,8 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torchft.process_group import ProcessGroup
 from elastic_train.config import DilocoConfig
 from elastic_train.diloco.agreement import Agreement, Landed, Landing
 from elastic_train.diloco.compress import make_codec
-from elastic_train.diloco.control import ControlGroup, ReplicaBroken, Word
+from elastic_train.diloco.control import ControlGroup, ReplicaBroken
 from elastic_train.diloco.doubt import Docket
 from elastic_train.diloco.engine import (
     Diverged,
@@ -159,7 +159,6 @@ class ElasticEngine(OuterSync):
         self._pause = threading.Event()
         self._early = False
         """A request for a quorum is pending in mid-interval: the interval ends with the step in which it fires."""
-        self._flag: Word | None = None
         self._ahead: PeerState | None = None
         self._watch: PeerWatch | None = None
         self._count = QuorumCount()
@@ -206,6 +205,7 @@ class ElasticEngine(OuterSync):
             bucket_bytes=self._config.bucket_mb << 20,
             at_point=self._trainee.at_point,
             guard=self._guard,
+            on_quorum=self._enters,
         )
 
     def enter(self) -> None:
@@ -222,27 +222,23 @@ class ElasticEngine(OuterSync):
             self._announce_early()
         return healed
 
-    def step_begins(self) -> None:
-        if self._early and self._flight is None:
-            ahead = self._watch.found if self._watch is not None else None
-            row = [int(self._place.fired), int(ahead is not None), *(ahead.to_ints() if ahead else _NOBODY)]
-            self._flag = self._control.word(row)
-
     def before_optimizer(self) -> None:
         self._publication.finish()
 
     def step_ended(self, trained: Trained) -> None:
         interval = self._interval
         interval.add(trained)
-        flag, self._flag = self._flag, None
-        if flag is not None:
-            fired, ahead, *source = flag.heard()
-            if ahead:
-                self._ahead = PeerState.from_ints(source)
+        if self._early and self._flight is None:
+            found = self._watch.found if self._watch is not None else None
+            row = [int(self._place.fired), *(found.to_ints() if found is not None else _NOBODY)]
+            fired, *source = self._control.word(row).heard()
+            ahead = PeerState.from_ints(source)
+            if ahead.outer_step > self.outer_step:
+                self._ahead = ahead
             elif fired:
-                interval.end_after(self._config.overlap_steps)
+                interval.end_after(self._overlap)
                 self._take_off()
-        elif self._flight is None and interval.done == interval.quota - self._config.overlap_steps:
+        elif self._flight is None and interval.done == interval.quota - self._overlap:
             self._take_off()
 
     def sync(self) -> Sync:
@@ -255,7 +251,6 @@ class ElasticEngine(OuterSync):
             flown = self._fly(began, anxious=attempt > 0)
             if isinstance(flown, Sync):
                 return flown
-            self._note_quorum(flown)
             landed = self._land(flown)
             match landed.landing:
                 case Landing.COMMITTED:
@@ -268,6 +263,7 @@ class ElasticEngine(OuterSync):
                     sync = None
             if sync is not None:
                 return sync
+            self._judge_anew()
             guarded, cause = self._why(flown, landed)
             attempt += not guarded
             self._journal.retried(self.outer_step + 1, max(attempt, 1), cause, time.monotonic() - arrived)
@@ -313,6 +309,12 @@ class ElasticEngine(OuterSync):
         assert self._seat is not None, "the engine is a member from open_membership on"
         return self._seat
 
+    @property
+    def _overlap(self) -> int:
+        """Inner steps beside this interval's sync: none in the last one, for no later sync would take them in."""
+        schedule = self._interval.schedule
+        return 0 if schedule.start(self.outer_step + 1) == schedule.steps else self._config.overlap_steps
+
     def _take_off(self) -> None:
         """Begin an attempt that goes on beside the inner steps, if any are to come."""
         if self._interval.full:
@@ -353,6 +355,16 @@ class ElasticEngine(OuterSync):
             stored=stored,
         )
 
+    def _judge_anew(self) -> None:
+        """After a failed attempt: what is brought again may not be finite any more."""
+        mine = self._contribution
+        if mine is None:
+            return
+        fragment = self._fragments[mine.fragment]
+        sound = fragment.is_finite() if mine.stored is None else bool(torch.isfinite(mine.stored.sum()))
+        finite = all(row[0] for row in self._control.gather([int(sound)]))
+        self._contribution = replace(mine, row=replace(mine.row, finite=finite))
+
     def _store(self, fragment: FlatFragment) -> torch.Tensor:
         """The pseudo-gradient as it is now, in a buffer that is made once: one fragment is in flight at a time."""
         if self._stored is None or self._stored.numel() < fragment.numel:
@@ -379,12 +391,16 @@ class ElasticEngine(OuterSync):
         self._start_watch(_ANXIOUS_WATCH_S if anxious else _WATCH_S)
         try:
             while (ahead := self._wait_for_quorum(began)) is not None:
-                if self._recall() and (caught_up := self._catch_up(ahead)) is not None:
-                    return caught_up
+                if self._recall():
+                    if (caught_up := self._catch_up(ahead)) is not None:
+                        return caught_up
+                    self._contribution = self._capture(store=False)
+                    # What it has found is not to be had any more.
+                    self._start_watch(_ANXIOUS_WATCH_S)
         finally:
             self._stop_watch()
         self._trainee.alive()
-        waited = 0.0 if early else time.monotonic() - arrived
+        there_at = time.monotonic()
         flight, self._flight = self._flight, None
         if flight is not None:
             flown = flight.land()
@@ -392,7 +408,7 @@ class ElasticEngine(OuterSync):
             flown = self._attempt(self._contribution)
         else:
             raise ReplicaBroken("a quorum came for rank 0 of this replica, and not for this rank")
-        flown.wait_s = waited
+        flown.wait_s, flown.there_at = 0.0 if early else there_at - arrived, there_at
         return flown
 
     def _wait_for_quorum(self, began: float) -> PeerState | None:
@@ -430,22 +446,20 @@ class ElasticEngine(OuterSync):
         return False
 
     def _guard(self, rows: list[Row]) -> None:
-        """No commit without a member of the last one that lives on where this replica is: it would go its own way."""
+        """No commit without a member of the last one that lives on here or further on: two would go their own ways."""
         present = {row.slot for row in rows}
         if self._control.rank != 0:
             return
         for slot, incarnation in self._members:
             if slot in present or self._peers.is_dead(slot, incarnation):
                 continue
-            if self._peers.outer_step_of(slot, incarnation) == self.outer_step:
-                raise Guarded(f"replica {slot} is not in this quorum and lives on at outer step {self.outer_step}")
+            there = self._peers.outer_step_of(slot, incarnation)
+            if there is not None and there >= self.outer_step:
+                raise Guarded(f"replica {slot} is not in this quorum and lives on at outer step {there}")
 
-    def _note_quorum(self, flown: Flown) -> None:
-        """Tell of the quorum that an attempt had, as rank 0 saw it."""
-        known = self._control.word([int(bool(flown.rows))]).heard()[0]
-        if not known:
-            return
-        self._journal.quorum(flown.number, [row.slot for row in flown.rows])
+    def _enters(self, number: int, rows: Sequence[Row]) -> None:
+        """An attempt knows its quorum; called before any data, in the thread that flies it."""
+        self._journal.quorum(number, [row.slot for row in rows])
         if self._join_is_due:
             self._join_is_due = False
             self._journal.joined(self.outer_step, self.next_step - 1)
@@ -468,7 +482,7 @@ class ElasticEngine(OuterSync):
         """The candidate becomes the anchor, and the parameters become it."""
         mine, interval = self._contribution, self._interval
         assert mine is not None
-        self._contribution = None
+        self._contribution = self._last_yes = None
         fragment, feedback = self._fragments[mine.fragment], self._feedback[mine.fragment]
         fragment.swap()
         fragment.write_parameters(self._config.merge_alpha if mine.stored is not None else 0.0)
@@ -490,7 +504,7 @@ class ElasticEngine(OuterSync):
             progress=flown.progress,
             tokens=mine.row.tokens,
             wait_s=flown.wait_s,
-            reduce_s=flown.work_s,
+            reduce_s=time.monotonic() - flown.there_at,
             bytes=sum(row[0] for row in self._control.gather([self._wire.take_bytes()])),
             loss=weighted_mean([row.loss for row in counted], tokens),
             grad_norm=weighted_mean([row.grad_norm for row in counted], tokens),
@@ -564,8 +578,8 @@ class ElasticEngine(OuterSync):
 
     def _look(self, at_least: int, among: Sequence[int] | None) -> PeerState | None:
         """Rank 0's word on the newest peer, if one is at that outer step; waits a moment if there is none."""
-        row = list(_NOBODY)
         self._trainee.alive()
+        row = list(_NOBODY)
         if self._control.rank == 0:
             found = self._peers.newest(at_least, among)
             if found is not None:
@@ -582,7 +596,7 @@ class ElasticEngine(OuterSync):
         snapshot = self._pull(source, [INNER, OUTER])
         if snapshot is None:
             return None
-        self._adopt(source, snapshot, carry=False)
+        self._adopt(source, snapshot, carried=())
         self._trainee.take(snapshot)
         whole = whole_hash(combine(self._hashes), self._trainee.moments())
         if whole != snapshot.header["whole_hash"]:
@@ -604,13 +618,15 @@ class ElasticEngine(OuterSync):
             return None
         interval, last = self._interval, self._last_yes
         history = {int(step): state for step, state in snapshot.header["history"].items()}
-        included = last is not None and history.get(last.outer_step) == last.candidate
+        mine = last.contribution if last is not None and history.get(last.outer_step) == last.candidate else None
         ends = source.outer_step >= interval.schedule.outer_steps
-        self._adopt(source, snapshot, carry=not included and not ends)
-        self._trainee.follow(snapshot, included=included)
+        own = mine.fragment if mine is not None else None
+        carried = [index for index in range(len(self._fragments)) if index != own and not ends]
+        self._adopt(source, snapshot, carried=carried)
+        self._trainee.follow(snapshot, included=mine is not None)
         before = interval.unsettled
-        if included and last is not None and last.outer_step > self.outer_step:
-            interval.settle(last.contribution.fragment, last.contribution.trained)
+        if mine is not None:
+            interval.settle(mine.fragment, mine.trained)
         if ends:
             interval.settle_all()
         interval.begin(source.outer_step)
@@ -635,13 +651,13 @@ class ElasticEngine(OuterSync):
             return snapshot
         return None
 
-    def _adopt(self, source: PeerState, snapshot: Snapshot, *, carry: bool) -> None:
-        """Put a peer's outer state in the place of this rank's."""
+    def _adopt(self, source: PeerState, snapshot: Snapshot, *, carried: Collection[int]) -> None:
+        """Put a peer's outer state in the place of this rank's; ``carried`` fragments keep what they have learned."""
         for section in (INNER, OUTER):
             self._publication.retire(section)
         for index, fragment in enumerate(self._fragments):
             part = _part(snapshot, index)
-            fragment.load(part.anchor, part.momentum, carry=carry)
+            fragment.load(part.anchor, part.momentum, carry=index in carried)
         header = snapshot.header
         self._history = {int(step): state for step, state in header["history"].items()}
         self._members = [(slot, incarnation) for slot, incarnation in header["members"]]

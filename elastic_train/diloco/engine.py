@@ -131,10 +131,6 @@ class OuterSync(ABC):
             NoPeerState: no peer has a state, or its transfer failed.
         """
 
-    @abstractmethod
-    def step_begins(self) -> None:
-        """An inner step begins."""
-
     def before_optimizer(self) -> None:
         """The inner optimizer is about to step: its moments and the parameters change now."""
         return

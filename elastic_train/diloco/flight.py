@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -28,6 +27,10 @@ logger = logging.getLogger(__name__)
 
 class Guarded(RuntimeError):
     """A member of the last quorum lives on at the same outer step, and is not in this one: both would go on alone."""
+
+
+class NonFiniteMean(RuntimeError):
+    """Somebody's numbers stopped being numbers after the metadata. Who it was shows when the attempt is made again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,10 +63,9 @@ class Flown:
     complete: bool = False
     """All data is here; with it the candidate, if this replica counts."""
     error: Exception | None = None
-    number: int = 0
-    """Of the quorum, for people."""
     wait_s: float = 0.0
-    work_s: float = 0.0
+    there_at: float = 0.0
+    """When the replica had nothing to wait for any more but this attempt (seconds of a monotonic clock)."""
 
     @property
     def standing(self) -> Standing:
@@ -92,10 +94,12 @@ class Pilot:
         bucket_bytes: int,
         at_point: FaultHook,
         guard: Callable[[list[Row]], None],
+        on_quorum: Callable[[int, Sequence[Row]], None],
     ) -> None:
         """
         Args:
             guard: raises :class:`Guarded` if the members (their rows) must not commit.
+            on_quorum: told a quorum's number (for people) and its members' rows, before any data.
         """
         self._quorum = quorum
         self._count = count
@@ -107,14 +111,14 @@ class Pilot:
         self._bucket = torch.empty(0)
         self._at_point = at_point
         self._guard = guard
+        self._on_quorum = on_quorum
 
     def fly(self, mine: Contribution, fragment: FlatFragment, feedback: Feedback | None) -> Flown:
         """Take the quorum that was announced, and go as far as the candidate."""
         flown = Flown()
-        began = time.monotonic()
         try:
             flown.formed = self._quorum.take()
-            self._wire.set_members(flown.formed.rank, len(flown.formed.replica_ids))
+            self._wire.set_members(flown.formed.rank, len(flown.formed.replica_ids), flown.formed.replica_ids)
             self._exchange_metadata(mine, flown)
             self._reduce(mine, fragment, feedback, flown)
             flown.complete = True
@@ -125,7 +129,6 @@ class Pilot:
             flown.error = error
             # Peers that wait for this rank in the group learn it from their closed connection.
             self._wire.abort()
-        flown.work_s = time.monotonic() - began
         return flown
 
     def _exchange_metadata(self, mine: Contribution, flown: Flown) -> None:
@@ -133,7 +136,7 @@ class Pilot:
         self._count.see(flown.formed)
         row = replace(mine.row, id_base=self._count.base)
         flown.rows = [Row.from_ints(ints) for ints in self._wire.gather_rows(row.to_ints())]
-        flown.number = self._count.agree([row.id_base for row in flown.rows])
+        self._on_quorum(self._count.agree([row.id_base for row in flown.rows]), flown.rows)
         flown.standings = judge(flown.rows)
         foreign = [row.slot for row, s in zip(flown.rows, flown.standings, strict=True) if s is Standing.FOREIGN]
         if mine.row.slot in foreign:
@@ -177,6 +180,9 @@ class Pilot:
         if fragment.numel == 0:
             self._at_point("reduce")
         if counts:
+            if not bool(torch.isfinite(candidate.anchor.sum() + candidate.momentum.sum())):
+                # What was finite in the metadata is not so in the data, of this replica or of a peer.
+                raise NonFiniteMean("the average of the pseudo-gradients is not finite")
             flown.candidate = candidate.hash()
 
     def _buffer(self, numel: int) -> torch.Tensor:

@@ -112,6 +112,7 @@ class Peers:
         """
         end = time.monotonic() + timeout_s
         while True:
+            alive()
             entry = self._directory.peers().get(source.slot)
             if entry is None or entry.incarnation != source.incarnation:
                 raise TransferFailed(f"replica {source.slot} is not what it was")

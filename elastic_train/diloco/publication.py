@@ -45,6 +45,9 @@ class Publication:
         """
         self.finish()
         self.retire(INNER)
+        if self._mirrors:
+            # They are written anew now, not when the next candidate is.
+            self.retire(OUTER)
         whole = {**header, "extra": self._trainee.counters()}
         moments = dict(self._trainee.moments())
         self._copying = threading.Thread(target=self._copy, args=(whole, moments), name="snapshot", daemon=True)

@@ -46,6 +46,7 @@ class FencedClient:
         self._client = client
         self._key = 0
         self._seen: tuple[int, tuple[str, ...]] | None = None
+        self._again = 0
         self.broken = 0
         """Told to the Lighthouse as torchft's commit failures: above 0, it counts up the quorum's number, so that
         every member sets its group up anew."""
@@ -58,8 +59,10 @@ class FencedClient:
         answer = self._client._quorum(**{**request, "commit_failures": self.broken})
         members = tuple(answer.replica_ids)
         seen = (answer.quorum_id, members)
-        if seen != self._seen:
-            text = repr((seen, answer.max_step)).encode()
+        if seen != self._seen or self.broken:
+            # A Lighthouse that was started again can give a broken quorum's number to the same members once more.
+            self._again = self._again + 1 if seen == self._seen else 0
+            text = repr((seen, answer.max_step, self._again)).encode()
             self._key = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
             self._seen = seen
         self.formed = Formed(key=self._key, number=answer.quorum_id, replica_ids=members, rank=answer.replica_rank)

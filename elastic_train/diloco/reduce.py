@@ -28,7 +28,7 @@ class Feedback:
         """Errors of this rank's own pseudo-gradient."""
         self.summed = Residual()
         """Errors of the sums that this rank made for all members, in its place among them."""
-        self._place: tuple[int, int] | None = None
+        self._place: tuple[int, int, tuple[str, ...]] | None = None
 
     def commit(self) -> None:
         """The sync counts, and with it what it lost."""
@@ -49,10 +49,11 @@ class Feedback:
         """Others take part: the sums that this rank made for the earlier ones end here."""
         self.summed = Residual()
 
-    def take_place(self, rank: int, world: int) -> None:
-        """This rank's place for the next bucket. In another place, it makes other sums."""
-        if self._place != (rank, world):
-            self._place = (rank, world)
+    def take_place(self, rank: int, world: int, names: tuple[str, ...] = ()) -> None:
+        """This rank's place among the members, for the next bucket. In another place, or among others, it makes other
+        sums."""
+        if self._place != (rank, world, names):
+            self._place = (rank, world, names)
             self.members_changed()
 
 
@@ -136,7 +137,7 @@ class Reducer:
         if len(weights) != wire.world:
             raise ValueError(f"{len(weights)} weights for {wire.world} members")
         if feedback is not None:
-            feedback.take_place(wire.rank, wire.world)
+            feedback.take_place(wire.rank, wire.world, wire.names)
         own = weights[wire.rank]
         if own == 0:
             # 0 times what is not a number would not be 0.

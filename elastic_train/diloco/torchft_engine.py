@@ -2,7 +2,7 @@
 
 ``torchft.local_sgd.DiLoCo`` hangs itself into ``optimizer.step()``. Here its fragments are driven explicitly
 after the LR schedule has stepped, so that a donor's state is always that of a whole inner step, and the
-last interval can be short. What stock DiLoCo costs is documented in ``docs/architecture.md``: a failed sync
+last interval can be short. What stock DiLoCo costs is documented in ``docs/recovery.md``: a failed sync
 throws the interval of every survivor away, and a joiner repeats its donor's pseudo-gradient once.
 """
 
@@ -142,9 +142,6 @@ class TorchftEngine(OuterSync):
     def join(self) -> Sync:
         self._prepare()
         return self.sync()
-
-    def step_begins(self) -> None:
-        return
 
     def step_ended(self, trained: Trained) -> None:
         self._interval.add(trained)

@@ -44,6 +44,7 @@ class Wire:
         self.device = device
         self.rank = 0
         self.world = 1
+        self.names: tuple[str, ...] = ()
         self._group = group
         self._timeout = timedelta(seconds=timeout_s)
         self._on_operation = on_operation
@@ -53,10 +54,11 @@ class Wire:
             # torchft's NCCL group clears the timeout of an operation and goes by its own.
             group.set_timeout(self._timeout)
 
-    def set_members(self, rank: int, world: int) -> None:
-        """The group was set up anew: this rank's place in it and the number of members."""
+    def set_members(self, rank: int, world: int, names: Sequence[str] = ()) -> None:
+        """The group was set up anew: this rank's place in it, the number of members, and who they are."""
         self.rank = rank
         self.world = world
+        self.names = tuple(names)
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Replace ``tensor`` by the sum over the members, in place.

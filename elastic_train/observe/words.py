@@ -161,6 +161,19 @@ def _sync_retried(event: Record, fold: RunFold) -> str:
     )
 
 
+def _doubt_settled(event: Record, fold: RunFold) -> str:
+    said = {"commit": "it was committed", "abort": "nobody committed it"}.get(event["outcome"], event["outcome"])
+    took = f" after {seconds(event['duration_s'])}" if "duration_s" in event else ""
+    return (
+        f"replica {event['replica']} saw no vote on outer step {event['outer_step']} pass; its peers say{took}: {said}"
+    )
+
+
+def _caught_up(event: Record, fold: RunFold) -> str:
+    source = f" with the state of replica {event['donor']}" if "donor" in event else ""
+    return f"replica {event['replica']} caught up to outer step {event['outer_step']}{source}"
+
+
 _TELLERS: Mapping[str, Callable[[Record, RunFold], str | None]] = {
     "run_started": lambda e, _: f"run started with {e['replicas']} replicas",
     "run_degraded": lambda e, _: f"going on with {e['live']} replicas",
@@ -179,7 +192,9 @@ _TELLERS: Mapping[str, Callable[[Record, RunFold], str | None]] = {
     "first_step": _first_step,
     "quorum_changed": _quorum_changed,
     "sync_retried": _sync_retried,
-    "caught_up": lambda e, _: f"replica {e['replica']} caught up to outer step {e['outer_step']}",
+    "doubt_settled": _doubt_settled,
+    "fenced": lambda e, _: f"replica {e['replica']} is kept out of the average: {cause(e['cause'])}",
+    "caught_up": _caught_up,
     "checkpoint_saved": lambda e, _: f"outer step {e['outer_step']} saved to {e['path']}",
     "fault_injected": _fault_injected,
     "drain_started": lambda e, _: f"replica {e['replica']} leaves at its next sync",

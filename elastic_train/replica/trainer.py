@@ -137,6 +137,10 @@ class ElasticTrainer(Trainer):
         assert self._engine is not None, "a joiner makes its engine when it joins"
         return self._engine
 
+    @engine.setter
+    def engine(self, engine: OuterSync) -> None:
+        self._engine = engine
+
     def run(self) -> None:
         """Train from wherever the quorum stands to the last step of the run.
 
@@ -147,7 +151,7 @@ class ElasticTrainer(Trainer):
         """
         if self.incarnation.joining:
             self._make_engine()
-            self._settle(self.engine.join())
+            self.settle(self.engine.join())
             self.has_state = True
         else:
             self.engine.enter()
@@ -156,9 +160,9 @@ class ElasticTrainer(Trainer):
             batches = self.batch_generator(self.dataloader)
             while self.outer_step < self.schedule.outer_steps:
                 while not self.engine.due:
-                    self._inner_step(batches)
+                    self.inner_step(batches)
                     profiler.step()
-                self._settle(self.engine.sync())
+                self.settle(self.engine.sync())
         self.beacon.moved(Phase.IDLE)
         # Stock DiLoCo throws tokens away when a sync fails.
         exact = self.run_config.diloco.engine == "elastic"
@@ -177,7 +181,8 @@ class ElasticTrainer(Trainer):
 
     # -- one inner step ------------------------------------------------------------------------------------------
 
-    def _inner_step(self, batches: Iterator[Any]) -> None:
+    def inner_step(self, batches: Iterator[Any]) -> None:
+        """Train one inner step, whichever step of the run the engine says it is."""
         began = time.monotonic()
         self.step = self.engine.next_step
         self._put_lr_at(self.step - 1)
@@ -187,7 +192,6 @@ class ElasticTrainer(Trainer):
         seen = self.ntokens_seen
         self._losses.clear()
         self._grad_norm = None
-        self.engine.step_begins()
         try:
             self.train_step(batches)
         except DataloaderExhaustedError as error:
@@ -251,7 +255,7 @@ class ElasticTrainer(Trainer):
         mine = self.dataloader.positions().delta(self.dataloader.committed)
         return self.control.sum(mine if self._reads_data else torch.zeros_like(mine))
 
-    def _settle(self, sync: Sync) -> None:
+    def settle(self, sync: Sync) -> None:
         """Bring step, LR and data to where the sync left the run."""
         self.step = self.schedule.start(sync.outer_step)
         self._put_lr_at(self.step)
@@ -287,7 +291,7 @@ class ElasticTrainer(Trainer):
 
     def _make_engine(self) -> None:
         make = make_elastic_engine if self.run_config.diloco.engine == "elastic" else make_stock_engine
-        self._engine = make(self, self._group, self._store)
+        self.engine = make(self, self._group, self._store)
 
     def _poison(self) -> None:
         shards = (local(p.detach()) for part in self.model_parts for p in part.parameters())

@@ -250,6 +250,11 @@ def test_settings_of_our_own_lighthouse_are_idle_with_another(file):
     assert loaded.notes == ("not in force with lighthouse.address, as that Lighthouse has its own: lighthouse.port",)
 
 
+def test_the_registry_listens_at_lighthouse_host_whoever_runs_the_lighthouse(file):
+    loaded = load(file, '[lighthouse]\naddress = "http://head:29510"\nhost = "node7"\n')
+    assert loaded.notes == ()
+
+
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.toml")), ids=lambda path: path.name)
 def test_shipped_configs_load_without_notes(path):
     assert load_config(path, {}, {}).notes == ()

@@ -190,6 +190,8 @@ def test_every_event_can_be_told() -> None:
         "procs_started": {"pids": [1], "standby": False},
         "quorum_changed": {"quorum_id": 1, "participants": [0]},
         "sync_retried": {"outer_step": 1, "attempt": 2, "cause": "comm_error"},
+        "doubt_settled": {"outer_step": 1, "outcome": "commit"},
+        "fenced": {"cause": "diverged", "outer_step": 1},
         "caught_up": {"outer_step": 1, "tokens": 3},
         "failure_detected": {"cause": "signal", "signal": "SIGKILL"},
         "restart_scheduled": {"level": "reallocate", "delay_s": 1.5},

@@ -110,3 +110,33 @@ def test_seconds_are_readable(value: float, text: str) -> None:
 )
 def test_sizes_are_readable(count: int, text: str) -> None:
     assert words.size(count) == text
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "sentence"),
+    [
+        (
+            "fenced",
+            {"cause": "non_finite", "outer_step": 4},
+            "replica 2 is kept out of the average: values are not finite",
+        ),
+        (
+            "doubt_settled",
+            {"outer_step": 5, "outcome": "commit", "duration_s": 0.25},
+            "replica 2 saw no vote on outer step 5 pass; its peers say after 0.25 s: it was committed",
+        ),
+        (
+            "doubt_settled",
+            {"outer_step": 5, "outcome": "abort"},
+            "replica 2 saw no vote on outer step 5 pass; its peers say: nobody committed it",
+        ),
+        (
+            "caught_up",
+            {"outer_step": 5, "tokens": 0, "donor": 1},
+            "replica 2 caught up to outer step 5 with the state of replica 1",
+        ),
+        ("caught_up", {"outer_step": 5, "tokens": 0}, "replica 2 caught up to outer step 5"),
+    ],
+)
+def test_what_a_sync_met_with_is_a_sentence(name: str, fields: dict[str, object], sentence: str) -> None:
+    assert words.happening(event(1.0, name, 2, **fields), RunFold()) == sentence
