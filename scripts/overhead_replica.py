@@ -126,7 +126,11 @@ def _serve(
     connection.send("built")
     while True:
         order, *arguments = connection.recv()
-        connection.send(stage.enter() if order == "enter" else stage.stretch(*arguments))
+        if order == "enter":
+            stage.enter()
+            connection.send("entered")
+        else:
+            connection.send(stage.stretch(*arguments))
 
 
 class _Stage:

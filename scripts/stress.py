@@ -19,6 +19,7 @@ from scripts.command_line import CONFIG, CONTEXT, FAILED, FLAGS, INTERRUPTED, JS
 from scripts.fault_plan import draw_plan
 from scripts.stress_results import OtherSettings, Result, Results, summarize
 from scripts.struck_run import Target, make_target, run_under
+from scripts.sync_world.families import FAMILIES
 from scripts.verdict import CAUSE_OF_KIND
 
 RESULTS = "results.jsonl"
@@ -39,6 +40,18 @@ class KindList(click.ParamType[tuple[str, ...]]):
         except ConfigError as error:
             self.fail(str(error), param, ctx)
         return kinds
+
+
+class FamilyList(click.ParamType[tuple[str, ...]]):
+    """Names of families of worlds with commas between them."""
+
+    name = "families"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
+        families = value if isinstance(value, tuple) else tuple(family.strip() for family in value.split(","))
+        if unknown := [family for family in families if family not in FAMILIES]:
+            self.fail(f"no worlds are called {', '.join(unknown)}; there are {', '.join(FAMILIES)}", param, ctx)
+        return families
 
 
 @click.command(context_settings=CONTEXT)
@@ -80,6 +93,23 @@ class KindList(click.ParamType[tuple[str, ...]]):
     "that it holds are not run again. [default: a new one, outputs/stress-<time>]",
 )
 @click.option("--keep", is_flag=True, help="Keep the folders of all runs, not only of those that failed.")
+@click.option(
+    "--worlds",
+    type=FamilyList(),
+    default=(),
+    metavar="FAMILY,...",
+    help="Strike worlds of the outer sync alone instead of runs: plain, fsdp (2 ranks a replica), fragments "
+    "(overlapped), joiner (another replica comes in beside the fault).",
+)
+@click.option(
+    "--repeat",
+    "repeats",
+    default=50,
+    show_default=True,
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="With --worlds: how many of each family, one a seed.",
+)
 @JSON
 @FLAGS
 def stress(
@@ -91,6 +121,8 @@ def stress(
     gap_steps: int,
     out: Path | None,
     keep: bool,
+    worlds: tuple[str, ...],
+    repeats: int,
     as_json: bool,
     flags: tuple[str, ...],
 ) -> int:
@@ -109,13 +141,21 @@ def stress(
     --json the last line has: runs, passed, failed (seed: reasons), unfinished (seed: faults), kinds (count,
     recovered, median_s and worst_s from the fault to the first inner step after it, median of each phase).
 
+    With --worlds nothing is launched: replicas with a tiny model carry out the outer sync in real processes over
+    real groups, and one of them takes one fault (kill, stop or comms) at a point, rank and outer step that are drawn
+    from the seed. A world passes if all replicas finish with the state that a computation in float64 expects, and no
+    survivor has lost a token. Only --first_seed, --repeat, --out, --keep and --json apply; results are written to
+    OUT/worlds.jsonl.
+
     Exit code 0: all passed; 1: one failed; 2: wrong use; 130: interrupted.
     """
+    folder = out or Path("outputs") / time.strftime("stress-%Y%m%d-%H%M%S")
+    if worlds:
+        return _stress_worlds(worlds, range(first_seed, first_seed + repeats), folder, keep=keep, as_json=as_json)
     shape = () if replicas is None else ("--orchestrator.replicas", str(replicas))
     target = make_target(config, [*_SOON_SILENT, *shape, *flags])
     if target.replicas < 2:
         raise click.UsageError("with a single replica nobody has a peer to come back from: use --replicas")
-    folder = out or Path("outputs") / time.strftime("stress-%Y%m%d-%H%M%S")
     settings = {
         "config": Path(config).name,
         "config_digest": digest(target.resolved),
@@ -162,6 +202,30 @@ def _run(seed: int, kinds: Sequence[str], gap_steps: int, target: Target, folder
     click.echo(f"seed {seed}: {' '.join(map(str, plan.faults))}, {plan.steps} steps", err=True)
     outcome = run_under(plan, target, here / "run", seed=seed)
     return Result(seed=seed, faults=tuple(map(str, plan.faults)), outcome=outcome)
+
+
+def _stress_worlds(families: Sequence[str], seeds: Sequence[int], folder: Path, *, keep: bool, as_json: bool) -> int:
+    # They load torch, which nobody needs who asks for help.
+    from scripts.sync_world.trials import Trial, repeat, sum_up
+
+    def tell(trial: Trial) -> None:
+        click.echo(
+            f"{trial.name}: {trial.fault} {'FAILED' if trial.reasons else 'passed'} in {trial.wall_s} s", err=True
+        )
+        for reason in trial.reasons:
+            click.echo(f"  {reason}", err=True)
+
+    trials, interrupted = repeat(families, seeds, folder, keep=keep, tell=tell)
+    summary = sum_up(trials) | {"interrupted": interrupted, "folder": str(folder)}
+    if as_json:
+        click.echo(json.dumps(summary))
+    else:
+        for family, figures in summary["families"].items():
+            click.echo(f"{family}: {figures['passed']} of {figures['runs']} worlds passed")
+        click.echo(f"results: {folder}")
+    if interrupted:
+        return INTERRUPTED
+    return FAILED if summary["failed"] else PASSED
 
 
 def _folder_of(seed: int, folder: Path) -> Path:

@@ -110,9 +110,10 @@ def _is_over(process: psutil.Process) -> bool:
 
 
 def _is_python_helper(process: psutil.Process) -> bool:
-    """multiprocessing's resource tracker lives as long as the test process that uses it."""
+    """multiprocessing's resource tracker and fork server live as long as the test process that uses them."""
     try:
-        return process.ppid() == os.getpid() and "resource_tracker" in " ".join(process.cmdline())
+        command = " ".join(process.cmdline())
+        return process.ppid() == os.getpid() and ("resource_tracker" in command or "forkserver" in command)
     except psutil.Error:
         return False
 

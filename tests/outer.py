@@ -14,13 +14,16 @@ from torchft.coordination import LighthouseServer
 
 from elastic_train.config import DilocoConfig
 from elastic_train.device import Device
-from elastic_train.diloco.engine import COLD_START_STEP, SyncHooks
-from elastic_train.diloco.torchft_engine import TorchftEngine
+from elastic_train.diloco.engine import COLD_START_STEP
+from elastic_train.diloco.schedule import OuterSchedule
+from elastic_train.diloco.torchft_engine import SyncHooks, TorchftEngine
 from elastic_train.peer_ckpt.http import MeteredHTTPTransport
-from elastic_train.replica.membership import Quorum, ReplicaManager, Seat, make_group, make_manager
+from elastic_train.replica.membership import Healing, Quorum, ReplicaManager, Seat, make_group, make_stock_manager
 
 HOST = "127.0.0.1"
 OUTER = DilocoConfig(sync_every=2, outer_lr=0.7, outer_momentum=0.9, timeout_s=5.0, quorum_timeout_s=60.0)
+STEPS = 1000
+"""Of the whole run: more than any test trains."""
 NOTHING_READ = SyncHooks(
     at_point=lambda point: None, progress=lambda: torch.zeros(1, 4, dtype=torch.int64), on_state=lambda: None
 )
@@ -68,22 +71,25 @@ def member(
     """A member of the quorum at ``address``, until the end of the context."""
     store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
     transport = MeteredHTTPTransport(timeout_s=20.0, chunks=0, advertise_host=HOST, on_receive=lambda: None)
-    manager = make_manager(
+    manager = make_stock_manager(
         Seat(slot=slot, rank=0, ranks=1, lighthouse=address, host=HOST),
         config=config,
         min_replicas=1,
-        transfer_timeout_s=20.0,
         store=store,
         group=make_group("gloo", Device("cpu"), config.timeout_s),
-        transport=transport,
-        export_state=export_state,
-        load_state=load_state,
-        first_step=first_step,
+        healing=Healing(
+            transport=transport,
+            transfer_timeout_s=20.0,
+            export_state=export_state,
+            load_state=load_state,
+            first_step=first_step,
+        ),
         hook=hooks.at_point,
         on_quorum=on_quorum,
     )
+    schedule = OuterSchedule(steps=STEPS, sync_every=config.sync_every, fragments=config.fragments)
     try:
-        engine = TorchftEngine(manager, fragments, inner, config, pin_memory=False, hooks=hooks)
+        engine = TorchftEngine(manager, fragments, inner, config, schedule, pin_memory=False, hooks=hooks)
         yield Member(manager=manager, engine=engine, transport=transport)
     finally:
         manager.shutdown(wait=False)

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from elastic_train.config import DilocoConfig
-from elastic_train.diloco.engine import COLD_START_STEP, NoPeerState, Sync, SyncHooks
-from elastic_train.diloco.torchft_engine import TorchftEngine
+from elastic_train.diloco.engine import COLD_START_STEP, NoPeerState, Sync
+from elastic_train.diloco.torchft_engine import SyncHooks, TorchftEngine
 from elastic_train.peer_ckpt.shards import export_tensors, load_tensors
 from elastic_train.replica.membership import ReplicaManager
 from tests.outer import member
@@ -81,7 +81,9 @@ class _Replica:
         self.progress = torch.zeros(2, 4, dtype=torch.int64)
         self.healed = 0
         self.dies_at: Moment | None = None
-        self.hooks = SyncHooks(at_point=self.at, progress=self.read, on_state=self.on_state)
+        self.hooks = SyncHooks(
+            at_point=self.at, progress=self.read, on_state=self.on_state, participants=self.participants
+        )
 
     def at(self, point: str) -> None:
         if point == self.dies_at:
@@ -92,6 +94,9 @@ class _Replica:
 
     def on_state(self) -> None:
         self.healed += 1
+
+    def participants(self) -> tuple[int, ...]:
+        return self.manager.quorum.participants if self.manager.quorum else ()
 
     def export_state(self) -> dict[str, object]:
         return {"theta": export_tensors(self.model.items()), "outer": self.engine.export_state()}
@@ -127,13 +132,14 @@ class _Replica:
 
     def outcome(self, sync: Sync) -> dict[str, Any]:
         quorum = self.manager.quorum
+        assert sync.progress is not None
         return {
             "committed": sync.committed,
             "outer_step": sync.outer_step,
             "progress": sync.progress.tolist(),
             "bytes": sync.bytes,
             "cause": sync.cause,
-            "participants": sorted(quorum.participants) if quorum else None,
+            "participants": list(sync.participants),
             "donor": quorum.donor if quorum else None,
             "healed": self.healed,
         }

@@ -7,19 +7,18 @@ and the same contribution is brought to the next quorum. ``docs/diloco.md`` has 
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 import xxhash
 from torchft.process_group import ProcessGroup
 
 from elastic_train.config import DilocoConfig
+from elastic_train.diloco.adoption import Adoption
 from elastic_train.diloco.agreement import Agreement, Landed, Landing
 from elastic_train.diloco.compress import make_codec
 from elastic_train.diloco.control import ControlGroup, ReplicaBroken
@@ -34,62 +33,28 @@ from elastic_train.diloco.engine import (
     SyncKind,
     Trained,
 )
-from elastic_train.diloco.flat import FlatFragment, OuterState, combine
+from elastic_train.diloco.flat import FlatFragment, combine
 from elastic_train.diloco.flight import Contribution, Flight, Flown, Guarded, Pilot
 from elastic_train.diloco.interval import Interval
+from elastic_train.diloco.ledger import Ledger
+from elastic_train.diloco.lookout import ANXIOUS_S, CALM_S, Lookout
 from elastic_train.diloco.metadata import Row, Standing
 from elastic_train.diloco.outer import OuterOptimizer
 from elastic_train.diloco.pace import quotas
-from elastic_train.diloco.peers import Peers, PeerState, PeerWatch, status_of
-from elastic_train.diloco.publication import INNER, OUTER, Publication, whole_hash
-from elastic_train.diloco.quorum import QuorumCount, QuorumSeat
+from elastic_train.diloco.peers import Peers, PeerState
+from elastic_train.diloco.presence import Identity, Presence
+from elastic_train.diloco.publication import Publication
+from elastic_train.diloco.quorum import QuorumSeat
 from elastic_train.diloco.reduce import Feedback, Reducer
 from elastic_train.diloco.schedule import OuterSchedule
 from elastic_train.diloco.trainee import SyncJournal, Trainee
 from elastic_train.diloco.weights import weighted_mean
 from elastic_train.diloco.wire import Wire
-from elastic_train.peer_ckpt.client import PeerClient, TransferFailed
+from elastic_train.peer_ckpt.client import PeerClient
 from elastic_train.peer_ckpt.directory import Directory
-from elastic_train.peer_ckpt.server import PeerServer
-from elastic_train.peer_ckpt.shards import tensor_bytes
-from elastic_train.peer_ckpt.snapshot import Snapshot
 
-logger = logging.getLogger(__name__)
-
-_LOOK_S = 0.1
-_WATCH_S = 1.0
-_ANXIOUS_WATCH_S = 0.2
-"""After a failed attempt, in which a peer may have got ahead."""
-_HISTORY = 8
-_NOBODY = (0, 0, -1, 0)
-"""A peer's state as integers, where there is none."""
-_WAIT, _GO, _CATCH_UP, _GIVE_UP = range(4)
 _FENCES = 2
 """Heals in place, one after the other, before the replica restarts."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Identity:
-    """Whose engine it is."""
-
-    slot: int
-    incarnation: int
-    host: str
-    """Name under which peers reach this rank."""
-    registry: str
-    token: str
-    config_digest: int
-    transfer_timeout_s: float
-    """Bound on fetching a whole state."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Ballot:
-    """A candidate that this replica voted for."""
-
-    outer_step: int
-    candidate: int
-    contribution: Contribution
 
 
 class ElasticEngine(OuterSync):
@@ -118,51 +83,51 @@ class ElasticEngine(OuterSync):
         """
         self._identity = identity
         self._config = config
-        self._fragments = fragments
         self._control = control
         self._make_seat = make_seat
         self._trainee = trainee
         self._journal = journal
         self._interval = Interval(schedule)
+        self._ledger = Ledger(fragments, control)
         self._wire = Wire(group, wire_device, config.timeout_s, on_operation=trainee.alive)
-        self._reducer = Reducer(self._wire, make_codec(config.compression))
         self._feedback = [Feedback() if config.compression != "none" else None for _ in fragments]
-        self._docket = Docket()
-        self._directory = Directory(identity.registry, identity.token)
-        self._peers = Peers(identity.slot, control.rank, self._directory, PeerClient(identity.token))
-        self._server = PeerServer(identity.host, identity.token, self._status, self._served)
-        self._publication = Publication(self._server, fragments, trainee)
+        directory, docket = Directory(identity.registry, identity.token), Docket()
+        self._peers = Peers(identity.slot, control.rank, directory, PeerClient(identity.token))
+        self._presence = Presence(identity, control, directory, docket, journal)
+        self._publication = Publication(self._presence.server, fragments, trainee)
+        self._lookout = Lookout(control, lambda: self._peers.newest(self.outer_step + 1))
+        self._adoption = Adoption(
+            control=control,
+            peers=self._peers,
+            ledger=self._ledger,
+            interval=self._interval,
+            publication=self._publication,
+            trainee=trainee,
+            journal=journal,
+            timeout_s=identity.transfer_timeout_s,
+        )
         self._agreement = Agreement(
             slot=identity.slot,
             control=control,
             wire=self._wire,
-            docket=self._docket,
+            docket=docket,
             peers=self._peers,
             at_point=trainee.at_point,
             alive=trainee.alive,
             doubt_bound_s=2 * config.timeout_s,
             combine=combine,
         )
-        layout = _digest(repr([fragment.layout for fragment in fragments]))
-        self._layout_digest = combine([row[0] for row in control.gather([layout])])
-        self._hashes = [fragment.committed.hash() for fragment in fragments]
-        self._state_hash = combine([row[0] for row in control.gather([combine(self._hashes)])])
-        self._shown = (-1, 0)
-        """Outer step and hash of the state that peers may ask for; below 0 while there is none."""
-        self._history: dict[int, int] = {}
-        """State hashes of the last outer steps."""
-        self._last_yes: _Ballot | None = None
-        self._members: list[tuple[int, int]] = []
-        """Slot and incarnation of all who took part in the last commit."""
+        self._layout_digest = combine([row[0] for row in control.gather([_digest(fragments)])])
         self._seat: QuorumSeat | None = None
         self._pilot: Pilot | None = None
         self._pause = threading.Event()
         self._early = False
         """A request for a quorum is pending in mid-interval: the interval ends with the step in which it fires."""
         self._ahead: PeerState | None = None
-        self._watch: PeerWatch | None = None
-        self._count = QuorumCount()
         self._contribution: Contribution | None = None
+        """What is brought to the sync that is under way."""
+        self._voted: tuple[int, int, Contribution] | None = None
+        """Outer step and hash of the last candidate that this replica voted for, and what it brought."""
         self._flight: Flight | None = None
         self._stored: torch.Tensor | None = None
         self._join_is_due = False
@@ -192,15 +157,16 @@ class ElasticEngine(OuterSync):
         self._seat = self._make_seat()
         self._pilot = Pilot(
             quorum=self._seat,
-            count=self._count,
+            count=self._ledger.count,
             wire=self._wire,
-            reducer=self._reducer,
+            reducer=Reducer(self._wire, make_codec(self._config.compression)),
             outer=OuterOptimizer(
                 lr=self._config.outer_lr,
                 momentum=self._config.outer_momentum,
                 nesterov=self._config.outer_nesterov,
                 weight_decay=self._config.outer_weight_decay,
             ),
+            fragments=self._ledger.fragments,
             weighting=self._config.weighting,
             bucket_bytes=self._config.bucket_mb << 20,
             at_point=self._trainee.at_point,
@@ -209,12 +175,12 @@ class ElasticEngine(OuterSync):
         )
 
     def enter(self) -> None:
-        self._register()
+        self._presence.register()
         self.settled()
 
     def join(self) -> Sync:
-        self._register()
-        healed = self._heal_from_any(0, None)
+        self._presence.register()
+        healed = self._healed(0, None)
         if healed is None:
             raise NoPeerState(f"no peer gave its state within {self._identity.transfer_timeout_s:g} s")
         if self.outer_step < self._interval.schedule.outer_steps:
@@ -229,19 +195,16 @@ class ElasticEngine(OuterSync):
         interval = self._interval
         interval.add(trained)
         if self._early and self._flight is None:
-            found = self._watch.found if self._watch is not None else None
-            row = [int(self._place.fired), *(found.to_ints() if found is not None else _NOBODY)]
-            fired, *source = self._control.word(row).heard()
-            ahead = PeerState.from_ints(source)
-            if ahead.outer_step > self.outer_step:
-                self._ahead = ahead
-            elif fired:
+            fired, self._ahead = self._lookout.glance(self._place, self.outer_step)
+            if fired and self._ahead is None:
                 interval.end_after(self._overlap)
                 self._take_off()
         elif self._flight is None and interval.done == interval.quota - self._overlap:
             self._take_off()
 
     def sync(self) -> Sync:
+        # At the end of a run syncs follow each other without an inner step: what the last one left may still be copied.
+        self._publication.finish()
         ahead, self._ahead = self._ahead, None
         if ahead is not None and self._recall() and (caught_up := self._catch_up(ahead)) is not None:
             return caught_up
@@ -272,33 +235,24 @@ class ElasticEngine(OuterSync):
             if any(row[0] for row in self._control.gather([int(attempt > self._config.max_retries + place)])):
                 raise SyncFailed(f"{attempt} attempts at outer step {self.outer_step + 1} failed, the last: {cause}")
             if guarded:
-                self._pause.wait(_ANXIOUS_WATCH_S)
+                self._pause.wait(ANXIOUS_S)
 
     def settled(self) -> None:
-        self._publication.publish(
-            {
-                "outer_step": self.outer_step,
-                "rank_hash": combine(self._hashes),
-                "state_hash": self._state_hash,
-                "history": {str(step): state for step, state in self._history.items()},
-                "members": self._members,
-                "quorum_count": self._count.to_list(),
-            }
-        )
-        self._shown = (self.outer_step, self._state_hash)
+        self._publication.publish(self._ledger.header(self.outer_step))
+        self._presence.show(self.outer_step, self._ledger.state_hash)
 
     def anchor_hash(self, gather: Callable[[int], list[int]]) -> str:
-        return f"{self._state_hash & (2**64 - 1):016x}"
+        return f"{self._ledger.state_hash & (2**64 - 1):016x}"
 
     def anchor(self) -> dict[str, torch.Tensor]:
-        return {str(index): fragment.committed.anchor for index, fragment in enumerate(self._fragments)}
+        return {str(index): fragment.committed.anchor for index, fragment in enumerate(self._ledger.fragments)}
 
     def momentum(self) -> dict[str, torch.Tensor]:
-        return {str(index): fragment.committed.momentum for index, fragment in enumerate(self._fragments)}
+        return {str(index): fragment.committed.momentum for index, fragment in enumerate(self._ledger.fragments)}
 
     def close(self) -> None:
-        self._stop_watch()
-        self._server.close()
+        self._lookout.stop()
+        self._presence.close()
         if self._seat is not None:
             self._seat.shutdown()
 
@@ -326,26 +280,26 @@ class ElasticEngine(OuterSync):
     def _capture(self, *, store: bool) -> Contribution:
         """What this replica has to bring now, with one row for all its ranks."""
         interval = self._interval
-        fragment = self._fragments[interval.fragment]
+        fragment = self._ledger.fragments[interval.fragment]
         stored = self._store(fragment) if store else None
-        finite = all(row[0] for row in self._control.gather([int(fragment.is_finite())]))
+        ranks = self._control.gather([int(fragment.is_finite()), *_micro(interval.loss), *_micro(interval.grad_norm)])
         row = Row(
             outer_step=self.outer_step,
             tokens=interval.unsettled,
             weight_tokens=interval.unsettled_of(interval.fragment),
-            finite=finite,
-            state_hash=self._state_hash,
+            finite=all(rank[0] for rank in ranks),
+            state_hash=self._ledger.state_hash,
             slot=self._identity.slot,
             incarnation=self._identity.incarnation,
             step_us=round(interval.step_s * 1e6),
             config_digest=self._identity.config_digest,
             layout_digest=self._layout_digest,
             id_base=0,
-            loss=_or_nan(interval.loss),
-            grad_norm=_or_nan(interval.grad_norm),
+            loss=_mean([rank[1:3] for rank in ranks]),
+            grad_norm=_mean([rank[3:5] for rank in ranks]),
             inner_steps=interval.done,
         )
-        # Times and means differ between ranks; rank 0 speaks for all.
+        # Times differ between ranks; rank 0 speaks for all.
         row = Row.from_ints(self._control.word(row.to_ints()).heard())
         return Contribution(
             fragment=interval.fragment,
@@ -360,7 +314,7 @@ class ElasticEngine(OuterSync):
         mine = self._contribution
         if mine is None:
             return
-        fragment = self._fragments[mine.fragment]
+        fragment = self._ledger.fragments[mine.fragment]
         sound = fragment.is_finite() if mine.stored is None else bool(torch.isfinite(mine.stored.sum()))
         finite = all(row[0] for row in self._control.gather([int(sound)]))
         self._contribution = replace(mine, row=replace(mine.row, finite=finite))
@@ -368,7 +322,7 @@ class ElasticEngine(OuterSync):
     def _store(self, fragment: FlatFragment) -> torch.Tensor:
         """The pseudo-gradient as it is now, in a buffer that is made once: one fragment is in flight at a time."""
         if self._stored is None or self._stored.numel() < fragment.numel:
-            largest = max(fragment.numel for fragment in self._fragments)
+            largest = max(fragment.numel for fragment in self._ledger.fragments)
             self._stored = torch.empty(largest, dtype=torch.float32, device=self._wire.device)
         stored = self._stored[: fragment.numel]
         fragment.pseudo_gradient(stored)
@@ -376,9 +330,8 @@ class ElasticEngine(OuterSync):
 
     def _attempt(self, mine: Contribution) -> Flown:
         assert self._pilot is not None
-        fragment = self._fragments[mine.fragment]
-        self._publication.retire_candidate_of(fragment)
-        return self._pilot.fly(mine, fragment, self._feedback[mine.fragment])
+        self._publication.retire_candidate_of(self._ledger.fragments[mine.fragment])
+        return self._pilot.fly(mine, self._feedback[mine.fragment])
 
     def _fly(self, began: float, *, anxious: bool) -> Flown | Sync:
         """An attempt up to its candidate; or what became of this replica while it waited for the quorum."""
@@ -388,17 +341,18 @@ class ElasticEngine(OuterSync):
         if self._flight is None:
             self._place.announce(self.outer_step)
         self._trainee.at_point("quorum")
-        self._start_watch(_ANXIOUS_WATCH_S if anxious else _WATCH_S)
+        self._lookout.start(ANXIOUS_S if anxious else CALM_S)
+        bound_s = began + self._config.quorum_timeout_s - time.monotonic()
         try:
-            while (ahead := self._wait_for_quorum(began)) is not None:
+            while (ahead := self._lookout.wait(self._place, self.outer_step, bound_s)) is not None:
                 if self._recall():
                     if (caught_up := self._catch_up(ahead)) is not None:
                         return caught_up
                     self._contribution = self._capture(store=False)
                     # What it has found is not to be had any more.
-                    self._start_watch(_ANXIOUS_WATCH_S)
+                    self._lookout.start(ANXIOUS_S)
         finally:
-            self._stop_watch()
+            self._lookout.stop()
         self._trainee.alive()
         there_at = time.monotonic()
         flight, self._flight = self._flight, None
@@ -410,28 +364,6 @@ class ElasticEngine(OuterSync):
             raise ReplicaBroken("a quorum came for rank 0 of this replica, and not for this rank")
         flown.wait_s, flown.there_at = 0.0 if early else there_at - arrived, there_at
         return flown
-
-    def _wait_for_quorum(self, began: float) -> PeerState | None:
-        """Rank 0's word, once there is one: None if the quorum is there, else a peer that is ahead.
-
-        Raises:
-            SyncFailed: neither within ``diloco.quorum_timeout_s``.
-        """
-        while True:
-            row = [_WAIT, *_NOBODY]
-            if self._control.rank == 0:
-                found = self._watch.found if self._watch is not None else None
-                if self._place.wait(_LOOK_S):
-                    row[0] = _GO
-                elif found is not None and found.outer_step > self.outer_step:
-                    row = [_CATCH_UP, *found.to_ints()]
-                elif time.monotonic() - began > self._config.quorum_timeout_s:
-                    row[0] = _GIVE_UP
-            word, *source = self._control.word(row).heard()
-            if word == _GIVE_UP:
-                raise SyncFailed(f"no quorum within diloco.quorum_timeout_s = {self._config.quorum_timeout_s:g}")
-            if word != _WAIT:
-                return None if word == _GO else PeerState.from_ints(source)
 
     def _recall(self) -> bool:
         """Take back an attempt that still waits for its quorum, on all ranks or on none; its request stays."""
@@ -450,7 +382,7 @@ class ElasticEngine(OuterSync):
         present = {row.slot for row in rows}
         if self._control.rank != 0:
             return
-        for slot, incarnation in self._members:
+        for slot, incarnation in self._ledger.members:
             if slot in present or self._peers.is_dead(slot, incarnation):
                 continue
             there = self._peers.outer_step_of(slot, incarnation)
@@ -467,12 +399,12 @@ class ElasticEngine(OuterSync):
     def _land(self, flown: Flown) -> Landed:
         mine = self._contribution
         assert mine is not None
-        part = combine(_replaced(self._hashes, mine.fragment, flown.candidate))
+        part = self._ledger.rank_hash_with(mine.fragment, flown.candidate)
         landed = self._agreement.land(flown, part)
         if landed.doubt is not None:
             self._journal.doubt(self.outer_step + 1, landed.doubt, landed.doubt_s)
         if landed.voted:
-            self._last_yes = _Ballot(outer_step=self.outer_step + 1, candidate=landed.candidate, contribution=mine)
+            self._voted = (self.outer_step + 1, landed.candidate, mine)
         if landed.landing is not Landing.COMMITTED and (feedback := self._feedback[mine.fragment]) is not None:
             feedback.abort()
         self._place.rebuild_group(broken=not landed.unbroken)
@@ -482,17 +414,20 @@ class ElasticEngine(OuterSync):
         """The candidate becomes the anchor, and the parameters become it."""
         mine, interval = self._contribution, self._interval
         assert mine is not None
-        self._contribution = self._last_yes = None
-        fragment, feedback = self._fragments[mine.fragment], self._feedback[mine.fragment]
-        fragment.swap()
-        fragment.write_parameters(self._config.merge_alpha if mine.stored is not None else 0.0)
-        if feedback is not None:
-            feedback.commit()
-        self._hashes[mine.fragment] = flown.candidate
+        self._contribution = self._voted = None
+        counted = flown.counted
         outer_step = self.outer_step + 1
-        self._remember(outer_step, landed.candidate)
-        counted = [row for row, standing in zip(flown.rows, flown.standings, strict=True) if standing is Standing.OK]
-        self._members = [(row.slot, row.incarnation) for row in counted]
+        self._ledger.commit(
+            outer_step,
+            mine.fragment,
+            part=flown.candidate,
+            state_hash=landed.candidate,
+            members=[(row.slot, row.incarnation) for row in counted],
+        )
+        kept = self._config.merge_alpha if mine.stored is not None else 0.0
+        self._ledger.fragments[mine.fragment].write_parameters(kept)
+        if (feedback := self._feedback[mine.fragment]) is not None:
+            feedback.commit()
         self._fences = self._mismatches = 0
         interval.settle(mine.fragment, mine.trained)
         interval.begin(outer_step, self._next_quota(counted))
@@ -530,10 +465,10 @@ class ElasticEngine(OuterSync):
 
     def _after_left_out(self, flown: Flown) -> Sync | None:
         """The others average without this replica, and it needs the state of one of them."""
-        counted = [row.slot for row, s in zip(flown.rows, flown.standings, strict=True) if s is Standing.OK]
+        counted = [row.slot for row in flown.counted]
         match flown.standing:
             case Standing.BEHIND:
-                source = self._look(flown.newest, counted)
+                source = self._adoption.look(flown.newest, counted)
                 return self._catch_up(source) if source is not None else None
             case Standing.NON_FINITE:
                 if not counted:
@@ -547,8 +482,7 @@ class ElasticEngine(OuterSync):
 
     def _after_mismatch(self, landed: Landed) -> Sync | None:
         """The same data gave different candidates: the memory of one of them is not what was agreed on."""
-        sound = all(f.committed.hash() == agreed for f, agreed in zip(self._fragments, self._hashes, strict=True))
-        if not all(row[0] for row in self._control.gather([int(sound)])):
+        if not all(row[0] for row in self._control.gather([int(self._ledger.is_sound())])):
             return self._fence("diverged", Diverged, self.outer_step, None)
         self._mismatches += 1
         if self._mismatches > 1 and landed.in_minority:
@@ -559,173 +493,53 @@ class ElasticEngine(OuterSync):
         """This replica's state is unfit: it takes a peer's, in place."""
         self._journal.fenced(cause, self.outer_step)
         self._fences += 1
-        healed = self._heal_from_any(at_least, among) if self._fences <= _FENCES else None
+        healed = self._healed(at_least, among) if self._fences <= _FENCES else None
         if healed is None:
             raise error(f"this replica's state is {cause.replace('_', '-')} and no peer's state mended it")
         if self.outer_step < self._interval.schedule.outer_steps:
             self._announce_early()
         return healed
 
-    def _heal_from_any(self, at_least: int, among: Sequence[int] | None) -> Sync | None:
-        """Take the whole state of the newest peer; None if none gave it in time."""
-        end = time.monotonic() + self._identity.transfer_timeout_s
-        while True:
-            source = self._look(at_least, among)
-            if source is not None and (healed := self._heal(source)) is not None:
-                return healed
-            if self._control.word([int(time.monotonic() > end)]).heard()[0]:
-                return None
-
-    def _look(self, at_least: int, among: Sequence[int] | None) -> PeerState | None:
-        """Rank 0's word on the newest peer, if one is at that outer step; waits a moment if there is none."""
-        self._trainee.alive()
-        row = list(_NOBODY)
-        if self._control.rank == 0:
-            found = self._peers.newest(at_least, among)
-            if found is not None:
-                row = found.to_ints()
-            else:
-                self._pause.wait(_ANXIOUS_WATCH_S)
-        source = PeerState.from_ints(self._control.word(row).heard())
-        return source if source.outer_step >= 0 else None
-
-    def _heal(self, source: PeerState) -> Sync | None:
-        """Take everything from a peer; None if it did not arrive whole on all ranks."""
-        self._journal.heal_started(source.slot, source.outer_step)
-        began = time.monotonic()
-        snapshot = self._pull(source, [INNER, OUTER])
-        if snapshot is None:
-            return None
-        self._adopt(source, snapshot, carried=())
-        self._trainee.take(snapshot)
-        whole = whole_hash(combine(self._hashes), self._trainee.moments())
-        if whole != snapshot.header["whole_hash"]:
-            raise NoPeerState("the state in place differs from the donor's: it was damaged on the way")
-        self._interval.settle_all()
-        self._interval.begin(source.outer_step)
-        for feedback in self._feedback:
-            if feedback is not None:
-                feedback.reset()
-        size = tensor_bytes(snapshot.sections)
-        self._journal.heal_finished(source.slot, source.outer_step, size, time.monotonic() - began, whole)
-        self._join_is_due = True
-        return Sync(kind=SyncKind.HEALED, outer_step=source.outer_step)
+    def _healed(self, at_least: int, among: Sequence[int] | None) -> Sync | None:
+        """After the whole state of the newest peer was taken over; None if none gave it in time."""
+        healed = self._adoption.heal_from_any(at_least, among)
+        if healed is not None:
+            self._contribution = self._voted = None
+            self._join_is_due = True
+            for feedback in self._feedback:
+                if feedback is not None:
+                    feedback.reset()
+        return healed
 
     def _catch_up(self, source: PeerState) -> Sync | None:
-        """Take the outer state of a peer that is ahead, and carry over what this replica has trained since its own."""
-        snapshot = self._pull(source, [OUTER])
-        if snapshot is None:
-            return None
-        interval, last = self._interval, self._last_yes
-        history = {int(step): state for step, state in snapshot.header["history"].items()}
-        mine = last.contribution if last is not None and history.get(last.outer_step) == last.candidate else None
-        ends = source.outer_step >= interval.schedule.outer_steps
-        own = mine.fragment if mine is not None else None
-        carried = [index for index in range(len(self._fragments)) if index != own and not ends]
-        self._adopt(source, snapshot, carried=carried)
-        self._trainee.follow(snapshot, included=mine is not None)
-        before = interval.unsettled
-        if mine is not None:
-            interval.settle(mine.fragment, mine.trained)
-        if ends:
-            interval.settle_all()
-        interval.begin(source.outer_step)
-        settled = before - interval.unsettled
-        self._journal.caught_up(source.outer_step, settled, source.slot)
-        if not ends:
-            self._announce_early()
-        return Sync(kind=SyncKind.CAUGHT_UP, outer_step=source.outer_step, tokens=settled)
-
-    def _pull(self, source: PeerState, sections: Sequence[str]) -> Snapshot | None:
-        """Each rank's part of a peer's state, proved to be the one that it names; None if any rank could not get it."""
-        hashes: list[int] = []
-        snapshot = None
-        try:
-            snapshot = self._peers.fetch(source, sections, self._identity.transfer_timeout_s, self._trainee.alive)
-            hashes = [_part(snapshot, index).hash() for index in range(len(self._fragments))]
-        except (TransferFailed, KeyError) as error:
-            logger.info("the state of replica %d could not be fetched: %s", source.slot, error)
-        rows = self._control.gather([int(bool(hashes)), combine(hashes)])
-        if all(row[0] for row in rows) and combine([row[1] for row in rows]) == source.state_hash:
-            self._hashes = hashes
-            return snapshot
-        return None
-
-    def _adopt(self, source: PeerState, snapshot: Snapshot, *, carried: Collection[int]) -> None:
-        """Put a peer's outer state in the place of this rank's; ``carried`` fragments keep what they have learned."""
-        for section in (INNER, OUTER):
-            self._publication.retire(section)
-        for index, fragment in enumerate(self._fragments):
-            part = _part(snapshot, index)
-            fragment.load(part.anchor, part.momentum, carry=index in carried)
-        header = snapshot.header
-        self._history = {int(step): state for step, state in header["history"].items()}
-        self._members = [(slot, incarnation) for slot, incarnation in header["members"]]
-        self._count.follow(header["quorum_count"])
-        self._state_hash = source.state_hash
-        self._contribution = None
-        self._last_yes = None
-
-    # -- odds ------------------------------------------------------------------------------------------------------
+        """After the outer state of a peer that is ahead was taken over; None if it could not be had."""
+        caught_up = self._adoption.catch_up(source, self._voted)
+        if caught_up is not None:
+            self._contribution = self._voted = None
+            if self.outer_step < self._interval.schedule.outer_steps:
+                self._announce_early()
+        return caught_up
 
     def _announce_early(self) -> None:
         """Ask for a quorum now and go on training: the interval ends with the step in which it fires."""
         self._place.announce(self.outer_step)
         self._early = True
-        self._start_watch(_WATCH_S)
-
-    def _start_watch(self, period_s: float) -> None:
-        self._stop_watch()
-        if self._control.rank == 0:
-            self._watch = PeerWatch(lambda: self._peers.newest(self.outer_step + 1), period_s)
-
-    def _stop_watch(self) -> None:
-        if self._watch is not None:
-            self._watch.stop()
-            self._watch = None
-
-    def _remember(self, outer_step: int, state_hash: int) -> None:
-        self._state_hash = state_hash
-        self._history[outer_step] = state_hash
-        self._history = dict(list(self._history.items())[-_HISTORY:])
-
-    def _register(self) -> None:
-        """Be found by peers: all ranks' addresses under the slot."""
-        host, _, port = self._server.address.rpartition(":")
-        ports = [row[0] for row in self._control.gather([int(port)])]
-        if self._control.rank == 0:
-            addresses = [f"{host}:{port}" for port in ports]
-            self._directory.register(self._identity.slot, self._identity.incarnation, addresses)
-
-    def _status(self, attempt: str, dead: frozenset[int]) -> Mapping[str, Any]:
-        """What rank 0 says to a peer; called in a thread of the server."""
-        outer_step, state_hash = self._shown
-        return status_of(
-            slot=self._identity.slot,
-            incarnation=self._identity.incarnation,
-            outer_step=outer_step,
-            state_hash=state_hash,
-            answer=self._docket.answer(attempt, dead),
-        )
-
-    def _served(self, snapshot: Snapshot, sections: Sequence[str]) -> None:
-        """A peer took a state; called in a thread of the server."""
-        if INNER in sections:
-            self._journal.served(snapshot.header["outer_step"], snapshot.header["whole_hash"])
+        self._lookout.start(CALM_S)
 
 
-def _part(snapshot: Snapshot, index: int) -> OuterState:
-    tensors = snapshot.sections[OUTER]
-    return OuterState(anchor=tensors[f"{index}.anchor"], momentum=tensors[f"{index}.momentum"])
-
-
-def _replaced(values: Sequence[int], index: int, value: int) -> list[int]:
-    return [value if i == index else old for i, old in enumerate(values)]
-
-
-def _digest(text: str) -> int:
+def _digest(fragments: Sequence[FlatFragment]) -> int:
+    """Of names, shapes and order of what a rank exchanges; signed 64 bit."""
+    text = repr([fragment.layout for fragment in fragments])
     return int.from_bytes(xxhash.xxh3_64(text.encode()).digest(), "big", signed=True)
 
 
-def _or_nan(value: float | None) -> float:
-    return math.nan if value is None else value
+def _micro(value: float | None) -> tuple[int, int]:
+    """Whether there is a value, and it in millionths: as ranks tell each other."""
+    known = value is not None and math.isfinite(value)
+    return int(known), round(value * 1e6) if known and value is not None else 0
+
+
+def _mean(values: Sequence[Sequence[int]]) -> float:
+    """The mean over the ranks that have a value (see ``_micro``); NaN if none has."""
+    known = [value for is_known, value in values if is_known]
+    return sum(known) / len(known) / 1e6 if known else math.nan

@@ -74,6 +74,11 @@ class Flown:
         return self.standings[self.formed.rank]
 
     @property
+    def counted(self) -> list[Row]:
+        """Of the members that count."""
+        return [row for row, standing in zip(self.rows, self.standings, strict=True) if standing is Standing.OK]
+
+    @property
     def newest(self) -> int:
         """The outer step that the members who count are at."""
         return max(row.outer_step for row in self.rows)
@@ -90,6 +95,7 @@ class Pilot:
         wire: Wire,
         reducer: Reducer,
         outer: OuterOptimizer,
+        fragments: Sequence[FlatFragment],
         weighting: str,
         bucket_bytes: int,
         at_point: FaultHook,
@@ -98,6 +104,7 @@ class Pilot:
     ) -> None:
         """
         Args:
+            fragments: in the order in which they sync, one in each outer step.
             guard: raises :class:`Guarded` if the members (their rows) must not commit.
             on_quorum: told a quorum's number (for people) and its members' rows, before any data.
         """
@@ -106,6 +113,7 @@ class Pilot:
         self._wire = wire
         self._reducer = reducer
         self._outer = outer
+        self._fragments = fragments
         self._weighting = weighting
         self._bucket_numel = max(bucket_bytes // 4, 1)
         self._bucket = torch.empty(0)
@@ -113,14 +121,14 @@ class Pilot:
         self._guard = guard
         self._on_quorum = on_quorum
 
-    def fly(self, mine: Contribution, fragment: FlatFragment, feedback: Feedback | None) -> Flown:
+    def fly(self, mine: Contribution, feedback: Feedback | None) -> Flown:
         """Take the quorum that was announced, and go as far as the candidate."""
         flown = Flown()
         try:
             flown.formed = self._quorum.take()
             self._wire.set_members(flown.formed.rank, len(flown.formed.replica_ids), flown.formed.replica_ids)
             self._exchange_metadata(mine, flown)
-            self._reduce(mine, fragment, feedback, flown)
+            self._reduce(mine, feedback, flown)
             flown.complete = True
         except ForeignReplica:
             raise
@@ -148,7 +156,9 @@ class Pilot:
             raise RuntimeError(f"replicas {foreign} run another config or model and are kept out")
         self._guard(flown.rows)
 
-    def _reduce(self, mine: Contribution, fragment: FlatFragment, feedback: Feedback | None, flown: Flown) -> None:
+    def _reduce(self, mine: Contribution, feedback: Feedback | None, flown: Flown) -> None:
+        # Who is behind would bring another fragment; it passes on zeros for the one that the others sync.
+        fragment = self._fragments[flown.newest % len(self._fragments)]
         counted = [standing is Standing.OK for standing in flown.standings]
         weights = shares([row.weight_tokens for row in flown.rows], counted, self._weighting)  # type: ignore[arg-type]
         counts = flown.standing is Standing.OK

@@ -38,6 +38,10 @@ class PeerState:
         return cls(slot=slot, incarnation=incarnation, outer_step=outer_step, state_hash=state_hash)
 
 
+NOBODY = PeerState(slot=0, incarnation=0, outer_step=-1, state_hash=0)
+"""What stands for a peer where there is none."""
+
+
 class Peers:
     """The peers of one rank. May be used from several threads."""
 
@@ -133,30 +137,6 @@ class Peers:
                 if snapshot.header["outer_step"] > source.outer_step or time.monotonic() >= end:
                     raise TransferFailed(f"replica {source.slot} is at outer step {snapshot.header['outer_step']}")
             self._never.wait(_PAUSE_S)
-
-
-class PeerWatch:
-    """Looks out for a peer that is ahead, beside whatever the main thread does."""
-
-    def __init__(self, look: Callable[[], PeerState | None], period_s: float) -> None:
-        """``look`` is called every ``period_s``, first after one of them."""
-        self._look = look
-        self._period_s = period_s
-        self._stop = threading.Event()
-        self.found: PeerState | None = None
-        self._thread = threading.Thread(target=self._run, name="peer_watch", daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        """End the watch; it does not wait for a look that is under way."""
-        self._stop.set()
-
-    def _run(self) -> None:
-        while not self._stop.wait(self._period_s):
-            try:
-                self.found = self._look() or self.found
-            except Exception:
-                logger.exception("looking for a peer that is ahead failed")
 
 
 def status_of(*, slot: int, incarnation: int, outer_step: int, state_hash: int, answer: Answer) -> Mapping[str, Any]:

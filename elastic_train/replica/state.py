@@ -47,14 +47,15 @@ def load_moments(trainer: ElasticTrainer, tensors: Mapping[str, torch.Tensor]) -
     Raises:
         StateMismatch: they do not fit this rank's shards.
     """
-    for number, optimizer in enumerate(trainer.optimizers):
-        source: list[dict[str, Any]] = [{} for _ in _states(optimizer)]
-        for name, tensor in tensors.items():
-            owner, index, key = name.split(".", 2)
-            if int(owner) == number:
-                if int(index) >= len(source):
-                    raise StateMismatch(f"the peer's optimizer has more than {len(source)} parameters")
-                source[int(index)][key] = tensor
+    optimizers = list(trainer.optimizers)
+    sources: list[list[dict[str, Any]]] = [[{} for _ in _states(optimizer)] for optimizer in optimizers]
+    for name, tensor in tensors.items():
+        number, index, key = name.split(".", 2)
+        try:
+            sources[int(number)][int(index)][key] = tensor
+        except IndexError:
+            raise StateMismatch(f"the peer's optimizers have a parameter {number}.{index}, ours have none") from None
+    for optimizer, source in zip(optimizers, sources, strict=True):
         load_optimizer(optimizer, source)
 
 

@@ -5,10 +5,11 @@ import torch
 import torch.distributed as dist
 
 from elastic_train.config import ConfigError, EnvironmentProblem
-from elastic_train.diloco.engine import NoPeerState, SyncFailed
+from elastic_train.diloco.control import ReplicaBroken
+from elastic_train.diloco.engine import Diverged, ForeignReplica, NonFinite, NoPeerState, SyncFailed
 from elastic_train.events import CAUSES
+from elastic_train.peer_ckpt.directory import RegistryUnreachable
 from elastic_train.peer_ckpt.shards import StateMismatch
-from elastic_train.replica.control import ReplicaBroken
 from elastic_train.replica.data.sources import DataError
 from elastic_train.replica.faults import InjectedError
 from elastic_train.replica.watch.causes import of_exception
@@ -25,6 +26,10 @@ CONNECTION_CLOSED = "[gloo/transport/tcp/pair.cc:534] Connection closed by peer 
         (NoPeerState("no member has state"), "heal_failed"),
         (SyncFailed("11 syncs failed in a row"), "comm_error"),
         (ReplicaBroken("rank 3 did not answer"), "comm_error"),
+        (RegistryUnreachable("replica 1 could not be registered"), "comm_error"),
+        (Diverged("this replica's state is diverged"), "diverged"),
+        (ForeignReplica("replica 1 has another config; socket closed"), "diverged"),
+        (NonFinite("no replica's parameters are finite at step 7"), "non_finite"),
         (dist.DistBackendError("watchdog"), "comm_error"),
         (dist.DistNetworkError("no route"), "comm_error"),
         (RuntimeError(CONNECTION_CLOSED), "comm_error"),

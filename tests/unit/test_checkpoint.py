@@ -16,7 +16,7 @@ from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
 
 from elastic_train.config import CheckpointConfig
-from elastic_train.replica.control import ControlGroup
+from elastic_train.diloco.control import ControlGroup
 from elastic_train.replica.titan.checkpoint import save_checkpoint
 from tests.groups import group_of_one
 

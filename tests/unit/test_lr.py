@@ -9,7 +9,7 @@ from elastic_train.replica.titan import fixes  # noqa: F401  # isort: skip  (mus
 
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
 
-from elastic_train.replica.titan.lr import set_lr_step
+from elastic_train.replica.titan.lr import lr_step, set_lr_step
 
 STEPS = 30
 
@@ -56,6 +56,7 @@ def test_is_where_that_many_steps_lead(settings: dict[str, Any], before: int, st
     set_lr_step(schedulers, step)
 
     assert rates(optimizers) == rates(fresh_optimizers)
+    assert lr_step(schedulers) == lr_step(fresh) == step
     advance(optimizers, schedulers, 1)
     advance(fresh_optimizers, fresh, 1)
     assert rates(optimizers) == rates(fresh_optimizers)

@@ -4,7 +4,7 @@ from torchft.process_group import ProcessGroupGloo, ProcessGroupNCCL
 
 from elastic_train.config import ConfigError
 from elastic_train.device import Device, detect
-from elastic_train.replica.membership import make_group, slot_of
+from elastic_train.replica.membership import make_group, slot_of, wire_device
 
 
 @pytest.mark.parametrize(("replica_id", "slot"), [("replica_0:6f1c", 0), ("replica_12:a:b", 12), ("replica_3", 3)])
@@ -27,3 +27,18 @@ def test_an_accelerator_has_its_own_library(backend: str) -> None:
 def test_nccl_needs_an_accelerator() -> None:
     with pytest.raises(ConfigError, match=r'diloco\.backend = "nccl" needs an accelerator; use "gloo" or "auto"'):
         make_group("nccl", Device("cpu"), 5.0)
+
+
+@pytest.mark.parametrize(
+    ("backend", "kind", "device"),
+    [
+        ("auto", "cpu", "cpu"),
+        ("gloo", "cpu", "cpu"),
+        ("gloo", "cuda", "cpu"),
+        ("auto", "cuda", "cuda:1"),
+        ("nccl", "cuda", "cuda:1"),
+        ("auto", "rocm", "cuda:1"),
+    ],
+)
+def test_tensors_go_where_the_group_takes_them_from(backend: str, kind: str, device: str) -> None:
+    assert wire_device(backend, Device(kind), torch.device("cuda", 1)) == torch.device(device)  # type: ignore[arg-type]

@@ -1,6 +1,7 @@
 """A joiner's way to its donor's state. Around ``state`` everything is real but the trainer that holds it together."""
 
 import contextlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,11 +16,11 @@ from elastic_train.replica.titan import fixes  # noqa: F401  # isort: skip  (mus
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
 from torchtitan.components.tokenizer import BaseTokenizer
 
-from elastic_train.diloco.engine import SyncHooks
+from elastic_train.diloco.torchft_engine import SyncHooks
 from elastic_train.peer_ckpt.shards import StateMismatch
 from elastic_train.replica.data.loader import ElasticDataLoader
 from elastic_train.replica.data.position import ShardPosition
-from elastic_train.replica.state import export_state, load_state
+from elastic_train.replica.state import counters, export_state, load_counters, load_moments, load_state, moments
 from tests.outer import lighthouse, member
 
 SHARDS = 3
@@ -194,3 +195,131 @@ def test_a_state_of_another_model_is_refused(donor: Any, tmp_path: Path) -> None
             load_state(other, export_state(donor))
 
         assert export_state(other)["hash"] == before["hash"]
+
+
+# -- what a joiner takes over beside the outer state, under the elastic engine ----------------------------------------
+
+
+def copied(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+def parameters(trainer: Any) -> dict[str, torch.Tensor]:
+    return {
+        f"{part}.{name}": parameter.detach()
+        for part, module in enumerate(trainer.model_parts)
+        for name, parameter in module.named_parameters()
+    }
+
+
+def through_json(trainer: Any) -> Any:
+    return json.loads(json.dumps(counters(trainer)))
+
+
+def test_moments_and_counters_make_a_joiner_go_on_like_its_donor(donor: Any, joiner: Any) -> None:
+    given_moments, given_counters = copied(moments(donor)), through_json(donor)
+    given_parameters = copied(parameters(donor))
+    joiner.train(1)
+    assert not same(moments(joiner), given_moments)
+    torch.rand(7)
+
+    with torch.no_grad():
+        for name, parameter in parameters(joiner).items():
+            parameter.copy_(given_parameters[name])
+    load_moments(joiner, given_moments)
+    load_counters(joiner, given_counters)
+
+    assert same(moments(joiner), given_moments)
+    assert counters(joiner) == counters(donor) | {"rng": given_counters["rng"]}
+    assert learning_rate(joiner) == learning_rate(donor)
+    joiner.inner_step()
+    load_counters(donor, given_counters)
+    donor.inner_step()
+    assert same(parameters(joiner), parameters(donor))
+    assert same(moments(joiner), moments(donor))
+    assert counters(joiner) == counters(donor)
+    assert joiner.dataloader.positions() == donor.dataloader.positions()
+    assert not same(moments(joiner), given_moments)
+
+
+def test_moments_are_those_that_the_optimizer_goes_on_with(donor: Any) -> None:
+    live = moments(donor)
+
+    assert live.keys() == {
+        f"{part}.{key}" for part in ("0.0", "1.0", "1.1") for key in ("exp_avg", "exp_avg_sq", "step")
+    }
+    before = copied(live)
+    donor.inner_step()
+    assert all(torch.equal(tensor, live[name]) for name, tensor in moments(donor).items())
+    assert not same(live, before)
+
+
+def test_moments_that_were_taken_over_are_the_joiners_own(donor: Any, joiner: Any) -> None:
+    given = copied(moments(donor))
+    load_moments(joiner, given)
+
+    for tensor in given.values():
+        tensor.fill_(-1)
+
+    assert same(moments(joiner), moments(donor))
+
+
+def test_of_a_donor_that_never_stepped_there_is_nothing_to_take_over(donor: Any, joiner: Any) -> None:
+    assert moments(joiner) == {}
+
+    load_moments(donor, moments(joiner))
+
+    assert moments(donor) == {}
+    donor.inner_step()
+
+
+@pytest.mark.parametrize("name", ["0.1.exp_avg", "1.2.exp_avg", "2.0.exp_avg"])
+def test_moments_of_a_parameter_that_is_not_there_are_refused(donor: Any, name: str) -> None:
+    before = copied(moments(donor))
+
+    with pytest.raises(StateMismatch, match=f"have a parameter {name[:3]}, ours have none"):
+        load_moments(donor, {**copied(before), name: torch.ones(2)})
+
+    assert same(moments(donor), before)
+
+
+def test_moments_of_another_shape_are_refused(donor: Any, joiner: Any) -> None:
+    given = copied(moments(donor))
+    given["0.0.exp_avg_sq"] = torch.ones(256, 4)
+
+    with pytest.raises(StateMismatch, match=r"exp_avg_sq has shape \(256, 4\), not \(256, 8\)"):
+        load_moments(joiner, given)
+
+    assert moments(joiner) == {}
+
+
+def test_counters_hand_on_what_was_committed_and_no_more(donor: Any, joiner: Any) -> None:
+    donor.inner_step()
+
+    load_counters(joiner, through_json(donor))
+
+    assert donor.dataloader.positions() != donor.dataloader.committed
+    assert joiner.dataloader.positions() == joiner.dataloader.committed == donor.dataloader.committed
+    assert (joiner.step, joiner.ntokens_seen) == (donor.step, donor.ntokens_seen)
+
+
+def test_counters_bring_back_the_same_random_numbers(donor: Any) -> None:
+    given = through_json(donor)
+    drawn = torch.rand(5)
+
+    load_counters(donor, given)
+
+    assert torch.equal(torch.rand(5), drawn)
+    assert not torch.equal(torch.rand(5), drawn)
+
+
+def test_counters_of_another_number_of_shards_are_refused(donor: Any) -> None:
+    given = through_json(donor)
+    given["positions"] = given["positions"][:-1]
+
+    with pytest.raises(ValueError, match="positions of 2 virtual shards"):
+        load_counters(donor, given)

@@ -9,8 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from elastic_train.diloco.engine import NoPeerState, SyncFailed, SyncHooks
+from elastic_train.diloco.engine import NoPeerState, SyncFailed, SyncKind, Trained
+from elastic_train.diloco.torchft_engine import SyncHooks
 from tests.outer import NOTHING_READ, OUTER, Member, lighthouse, member
+
+INNER_STEP = Trained(tokens=8, seconds=0.5)
 
 
 @pytest.fixture
@@ -83,7 +86,7 @@ def test_a_sync_passes_its_points_in_order(address: str) -> None:
         outcome = seat.engine.sync()
 
         assert points.passed == ["quorum", "quorum", "reduce", "vote", "commit"]
-        assert (outcome.committed, outcome.outer_step, outcome.cause) == (True, 1, None)
+        assert (outcome.kind, outcome.outer_step, outcome.cause) == (SyncKind.COMMITTED, 1, None)
         assert outcome.wait_s > 0
         assert outcome.reduce_s > 0
         assert [(quorum.participants, quorum.donor, quorum.outer_step) for quorum in quorums] == [((3,), None, 0)] * 2
@@ -115,12 +118,16 @@ def test_a_reduction_that_overlaps_takes_what_was_trained_before_it(address: str
     )
     parameters = make_parameters()
     with member(address, modules(parameters, 1), torch.optim.SGD(parameters), config=config) as seat:
-        seat.engine.enter()
-        parameters[0].data += 1.0
-        seat.engine.prepare()
+        engine = seat.engine
+        engine.enter()
+        for moved_before in (1.0, 0.0, 0.0):
+            parameters[0].data += moved_before
+            engine.step_ended(INNER_STEP)
         parameters[0].data += 10.0
+        engine.step_ended(INNER_STEP)
+        assert engine.due
 
-        outcome = seat.engine.sync()
+        outcome = engine.sync()
 
         assert outcome.committed
         assert parameters[0].tolist() == [2.0] * 3
@@ -163,7 +170,7 @@ def test_a_failed_sync_leaves_nothing_behind(address: str) -> None:
         fail_next(seat)
         outcome = engine.sync()
 
-        assert (outcome.committed, outcome.outer_step) == (False, 1)
+        assert (outcome.kind, outcome.outer_step) == (SyncKind.FAILED, 1)
         assert "Connection closed by peer" in str(outcome.cause)
         assert points.passed[-1] == "vote"
         assert (flat(engine.anchor()), flat(engine.momentum())) == before
@@ -171,6 +178,28 @@ def test_a_failed_sync_leaves_nothing_behind(address: str) -> None:
 
         move(parameters, 1.0)
         assert engine.sync().outer_step == 2
+
+
+def test_a_sync_settles_what_was_trained_since_the_last(address: str) -> None:
+    parameters = make_parameters()
+    hooks = dataclasses.replace(NOTHING_READ, participants=lambda: (4, 0, 2))
+    with member(address, modules(parameters, 1), torch.optim.SGD(parameters), hooks=hooks) as seat:
+        engine = seat.engine
+        engine.enter()
+        steps: list[int] = []
+        syncs = []
+        for fails in (False, True, False):
+            while not engine.due:
+                steps.append(engine.next_step)
+                engine.step_ended(INNER_STEP)
+            if fails:
+                fail_next(seat)
+            syncs.append(engine.sync())
+
+    # What a failed sync loses is trained again, under the same nominal steps.
+    assert steps == [1, 2, 3, 4, 3, 4]
+    assert [sync.tokens for sync in syncs] == [16, 0, 16]
+    assert [sync.participants for sync in syncs] == [(0, 2, 4)] * 3
 
 
 def test_too_many_failures_in_a_row(address: str) -> None:
@@ -214,6 +243,7 @@ def test_progress_is_asked_for_after_the_quorum(address: str) -> None:
     with member(address, modules(parameters, 1), torch.optim.SGD(parameters), hooks=hooks) as seat:
         outcome = seat.engine.sync()
 
+    assert outcome.progress is not None
     assert outcome.progress.tolist() == read.tolist()
     assert asked == [["quorum", "reduce"]]
 

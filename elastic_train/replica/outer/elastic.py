@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 
 from elastic_train.config import digest
-from elastic_train.diloco.elastic import ElasticEngine, Identity
+from elastic_train.diloco.elastic import ElasticEngine
 from elastic_train.diloco.flat import flatten
 from elastic_train.diloco.fragments import split
+from elastic_train.diloco.presence import Identity
 from elastic_train.diloco.quorum import QuorumSeat
 from elastic_train.peer_ckpt.snapshot import Snapshot
 from elastic_train.replica.data.position import PositionTable

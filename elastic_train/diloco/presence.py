@@ -1,0 +1,77 @@
+"""How a replica is found by its peers, and what it says to them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from elastic_train.diloco.control import ControlGroup
+from elastic_train.diloco.doubt import Docket
+from elastic_train.diloco.peers import status_of
+from elastic_train.diloco.publication import INNER
+from elastic_train.diloco.trainee import SyncJournal
+from elastic_train.peer_ckpt.directory import Directory
+from elastic_train.peer_ckpt.server import PeerServer
+from elastic_train.peer_ckpt.snapshot import Snapshot
+
+
+@dataclass(frozen=True, kw_only=True)
+class Identity:
+    """Whose engine it is."""
+
+    slot: int
+    incarnation: int
+    host: str
+    """Name under which peers reach this rank."""
+    registry: str
+    token: str
+    config_digest: int
+    transfer_timeout_s: float
+    """Bound on fetching a whole state."""
+
+
+class Presence:
+    """One rank's server. Peers ask rank 0 how the replica stands, and each rank for its part of the state."""
+
+    def __init__(
+        self, identity: Identity, control: ControlGroup, directory: Directory, docket: Docket, journal: SyncJournal
+    ) -> None:
+        self._identity = identity
+        self._control = control
+        self._directory = directory
+        self._docket = docket
+        self._journal = journal
+        self._shown = (-1, 0)
+        self.server = PeerServer(identity.host, identity.token, self._status, self._served)
+
+    def register(self) -> None:
+        """Be found: all ranks' addresses under the slot. Every rank calls."""
+        host, _, port = self.server.address.rpartition(":")
+        ports = [row[0] for row in self._control.gather([int(port)])]
+        if self._control.rank == 0:
+            addresses = [f"{host}:{port}" for port in ports]
+            self._directory.register(self._identity.slot, self._identity.incarnation, addresses)
+
+    def show(self, outer_step: int, state_hash: int) -> None:
+        """The state that peers may ask for from now on; until the first call there is none."""
+        self._shown = (outer_step, state_hash)
+
+    def close(self) -> None:
+        self.server.close()
+
+    def _status(self, attempt: str, dead: frozenset[int]) -> Mapping[str, Any]:
+        """Called in a thread of the server."""
+        outer_step, state_hash = self._shown
+        return status_of(
+            slot=self._identity.slot,
+            incarnation=self._identity.incarnation,
+            outer_step=outer_step,
+            state_hash=state_hash,
+            answer=self._docket.answer(attempt, dead),
+        )
+
+    def _served(self, snapshot: Snapshot, sections: Sequence[str]) -> None:
+        """Called in a thread of the server."""
+        if INNER in sections:
+            self._journal.served(snapshot.header["outer_step"], snapshot.header["whole_hash"])

@@ -1,0 +1,321 @@
+"""What a rank learns from its peers, over real connections to their servers and to the registry."""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_train.diloco.doubt import Answer, Docket, Word
+from elastic_train.diloco.peers import Peers, PeerState, status_of
+from elastic_train.lighthouse.registry import RegistryServer
+from elastic_train.peer_ckpt.client import PeerClient, TransferFailed
+from elastic_train.peer_ckpt.directory import Directory
+from elastic_train.peer_ckpt.server import PeerServer
+from elastic_train.peer_ckpt.snapshot import Snapshot
+
+HOST = "127.0.0.1"
+TOKEN = "0123456789abcdef"
+TIMEOUT_S = 30.0
+ME = 2
+
+
+def snapshot(outer_step: int, value: float = 0.0) -> Snapshot:
+    return Snapshot({"outer_step": outer_step}, {"outer": {"anchor": torch.full((4,), value)}, "inner": {}})
+
+
+class Replica:
+    """A peer of one rank, as its server shows it."""
+
+    def __init__(self, slot: int, incarnation: int, outer_step: int) -> None:
+        self.slot, self.incarnation, self.outer_step = slot, incarnation, outer_step
+        self.docket = Docket()
+        self.nonsense: dict[str, Any] = {}
+        self.server = PeerServer(HOST, TOKEN, self.status)
+
+    def status(self, attempt: str, dead: frozenset[int]) -> Mapping[str, Any]:
+        answer = self.docket.answer(attempt, dead)
+        told = status_of(
+            slot=self.slot,
+            incarnation=self.incarnation,
+            outer_step=self.outer_step,
+            state_hash=-(100 + self.slot),
+            answer=answer,
+        )
+        return {**told, **self.nonsense}
+
+
+class World:
+    """A registry and the replicas that it knows."""
+
+    def __init__(self) -> None:
+        self.registry = RegistryServer(HOST, 0, TOKEN)
+        self.directory = Directory(self.registry.url, TOKEN)
+        self.replicas: list[Replica] = []
+
+    def add(self, slot: int, outer_step: int = 0, *, incarnation: int = 0) -> Replica:
+        replica = Replica(slot, incarnation, outer_step)
+        self.replicas.append(replica)
+        self.directory.register(slot, incarnation, [replica.server.address])
+        return replica
+
+    def peers(self, slot: int = ME, *, rank: int = 0, client: PeerClient | None = None) -> Peers:
+        return Peers(slot, rank, Directory(self.registry.url, TOKEN), client or PeerClient(TOKEN))
+
+    def close(self) -> None:
+        for replica in self.replicas:
+            replica.server.close()
+        self.registry.close()
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    made = World()
+    yield made
+    made.close()
+
+
+def newest(peers: Peers, at_least: int = 0, among: Sequence[int] | None = None) -> tuple[int, int] | None:
+    found = peers.newest(at_least, among)
+    return (found.slot, found.outer_step) if found is not None else None
+
+
+@given(
+    st.builds(
+        PeerState,
+        **dict.fromkeys(["slot", "incarnation", "outer_step"], st.integers(0, 9)),
+        state_hash=st.integers(-(2**63), 2**63 - 1),
+    )
+)
+def test_a_peers_state_survives_its_journey(state: PeerState) -> None:
+    assert PeerState.from_ints(state.to_ints()) == state
+
+
+def test_the_newest_peer_is_found_with_all_that_it_says(world: World) -> None:
+    world.add(0, 4)
+    world.add(3, 6, incarnation=2)
+    world.add(4, 5)
+
+    assert world.peers().newest(0) == PeerState(slot=3, incarnation=2, outer_step=6, state_hash=-103)
+
+
+def test_a_replica_is_not_its_own_peer(world: World) -> None:
+    world.add(ME, 9)
+    assert newest(world.peers()) is None
+    world.add(0, 1)
+    assert newest(world.peers()) == (0, 1)
+
+
+def test_an_older_one_than_asked_for_is_none(world: World) -> None:
+    world.add(0, 4)
+
+    assert newest(world.peers(), at_least=4) == (0, 4)
+    assert newest(world.peers(), at_least=5) is None
+
+
+def test_a_peer_without_a_state_is_none(world: World) -> None:
+    world.add(0, -1)
+
+    assert newest(world.peers()) is None
+
+
+def test_only_those_asked_for_are_looked_at(world: World) -> None:
+    world.add(0, 4)
+    world.add(1, 6)
+    world.add(3, 5)
+
+    assert newest(world.peers(), among=[0, 3]) == (3, 5)
+    assert newest(world.peers(), among=[ME, 7]) is None
+    assert newest(world.peers(), among=[]) is None
+
+
+@pytest.mark.parametrize(("asker", "asked"), [(0, 1), (1, 3), (2, 3), (3, 4), (4, 1), (9, 1)])
+def test_askers_spread_over_equals(world: World, asker: int, asked: int) -> None:
+    world.add(0, 4)
+    for slot in (4, 1, 3):
+        world.add(slot, 5)
+
+    assert newest(world.peers(asker)) == (asked, 5)
+
+
+def test_a_peer_that_does_not_answer_is_passed_over(world: World) -> None:
+    world.add(0, 9).server.close()
+    world.add(1, 4)
+
+    assert newest(world.peers()) == (1, 4)
+
+
+def test_the_outer_step_of_one_incarnation(world: World) -> None:
+    replica = world.add(0, 4, incarnation=1)
+    peers = world.peers()
+
+    assert peers.outer_step_of(0, 1) == 4
+    assert peers.outer_step_of(0, 0) is None
+    assert peers.outer_step_of(0, 2) is None
+    assert peers.outer_step_of(1, 1) is None
+    # Another one has the port by now, and the registry does not know it yet.
+    replica.incarnation = 2
+    assert peers.outer_step_of(0, 1) is None
+    replica.server.close()
+    assert peers.outer_step_of(0, 1) is None
+
+
+def test_a_peer_answers_about_an_attempt_and_hears_who_is_dead(world: World) -> None:
+    replica = world.add(0, 4, incarnation=1)
+    replica.docket.open("7f.5")
+    replica.docket.doubt("7f.5")
+    peers = world.peers()
+
+    assert peers.ask(0, 1, "7f.5", frozenset({3, 12})) == Answer(word=Word.DOUBT)
+    assert not replica.docket.accept("7f.5", 12, 1)
+    assert replica.docket.accept("7f.5", 4, -99)
+    assert peers.ask(0, 1, "7f.5", frozenset()) == Answer(word=Word.COMMITTED, candidate=-99)
+    assert peers.ask(0, 1, "other", frozenset()) == Answer(word=Word.UNKNOWN)
+
+
+def test_another_incarnations_answer_is_none(world: World) -> None:
+    world.add(0, 4, incarnation=1)
+    replaced = world.add(0, 4, incarnation=2)
+    replaced.docket.open("7f.5")
+    replaced.docket.novote("7f.5")
+    peers = world.peers()
+
+    assert peers.ask(0, 1, "7f.5", frozenset()) is None
+    assert peers.ask(0, 2, "7f.5", frozenset()) == Answer(word=Word.NOVOTE)
+    assert peers.ask(1, 0, "7f.5", frozenset()) is None
+    replaced.server.close()
+    assert peers.ask(0, 2, "7f.5", frozenset()) is None
+
+
+@pytest.mark.parametrize("nonsense", [{"word": "perhaps"}, {"word": None}, {"candidate": "1"}, {"candidate": 2**63}])
+def test_an_answer_that_means_nothing_is_none(world: World, nonsense: dict[str, Any]) -> None:
+    world.add(0, 4).nonsense = nonsense
+
+    assert world.peers().ask(0, 0, "7f.5", frozenset()) is None
+
+
+def test_who_is_dead_is_what_the_registry_says(world: World) -> None:
+    world.add(0, incarnation=1).server.close()
+    peers = world.peers()
+    assert not peers.is_dead(0, 1)
+
+    world.directory.ended(0, 1)
+
+    assert peers.is_dead(0, 1)
+    assert not peers.is_dead(0, 2)
+
+
+# -- fetching ----------------------------------------------------------------------------------------------------------
+
+
+class Watched(PeerClient):
+    """After each fetch, whatever came of it, does the next of the things that a test wants to happen."""
+
+    def __init__(self, *then: Callable[[], object]) -> None:
+        super().__init__(TOKEN)
+        self.then = list(then)
+        self.fetches = 0
+
+    def fetch(self, *arguments: Any, **settings: Any) -> Snapshot:
+        self.fetches += 1
+        try:
+            return super().fetch(*arguments, **settings)
+        finally:
+            if self.then:
+                self.then.pop(0)()
+
+
+def state_of(replica: Replica, outer_step: int | None = None) -> PeerState:
+    return PeerState(
+        slot=replica.slot,
+        incarnation=replica.incarnation,
+        outer_step=replica.outer_step if outer_step is None else outer_step,
+        state_hash=0,
+    )
+
+
+def fetch(peers: Peers, source: PeerState, timeout_s: float = TIMEOUT_S) -> Snapshot:
+    return peers.fetch(source, ["outer"], timeout_s, lambda: None)
+
+
+def test_each_rank_takes_the_part_of_the_same_rank(world: World) -> None:
+    parts = [Replica(0, 1, 5) for _ in range(2)]
+    world.replicas += parts
+    for value, part in enumerate(parts):
+        part.server.publish(snapshot(5, value))
+    world.directory.register(0, 1, [part.server.address for part in parts])
+    signs: list[None] = []
+
+    fetched = [
+        world.peers(rank=rank).fetch(state_of(parts[0]), ["outer", "inner"], TIMEOUT_S, lambda: signs.append(None))
+        for rank in range(2)
+    ]
+
+    assert [part.sections["outer"]["anchor"][0] for part in fetched] == [0.0, 1.0]
+    assert list(fetched[0].sections) == ["outer", "inner"]
+    assert signs
+
+
+def test_a_fetch_waits_until_the_state_that_is_named_is_published(world: World) -> None:
+    replica = world.add(0, 5)
+    publish = replica.server.publish
+    # Nothing is published, then an older one, then one that is being overwritten, then what is wanted.
+    gone = snapshot(5)
+    gone.retire("outer")
+    steps = [snapshot(4), gone, snapshot(5, 7.0)]
+    client = Watched(*[functools.partial(publish, step) for step in steps])
+
+    fetched = fetch(world.peers(client=client), state_of(replica))
+
+    assert fetched.header["outer_step"] == 5
+    assert fetched.sections["outer"]["anchor"].tolist() == [7.0] * 4
+    assert client.fetches == 4
+
+
+def test_a_newer_one_is_refused_at_once(world: World) -> None:
+    replica = world.add(0, 5)
+    replica.server.publish(snapshot(6))
+    client = Watched()
+
+    with pytest.raises(TransferFailed, match="replica 0 is at outer step 6"):
+        fetch(world.peers(client=client), state_of(replica))
+
+    assert client.fetches == 1
+
+
+@pytest.mark.parametrize("published", [None, 4])
+def test_it_does_not_wait_for_ever(world: World, published: int | None) -> None:
+    replica = world.add(0, 5)
+    if published is not None:
+        replica.server.publish(snapshot(published))
+
+    with pytest.raises(TransferFailed):
+        fetch(world.peers(), state_of(replica), timeout_s=0.0)
+
+
+def test_another_incarnation_is_not_what_was_named(world: World) -> None:
+    replica = world.add(0, 5, incarnation=1)
+
+    def replace() -> None:
+        world.add(0, 5, incarnation=2).server.publish(snapshot(5))
+
+    client = Watched(replace)
+
+    with pytest.raises(TransferFailed, match="replica 0 is not what it was"):
+        fetch(world.peers(client=client), state_of(replica))
+
+    assert client.fetches == 1
+
+
+def test_a_peer_that_ended_has_nothing_to_give(world: World) -> None:
+    replica = world.add(0, 5)
+    client = Watched(lambda: world.directory.ended(0, 0))
+
+    with pytest.raises(TransferFailed, match="replica 0 is not what it was"):
+        fetch(world.peers(client=client), state_of(replica))
+
+
+# -- watching ----------------------------------------------------------------------------------------------------------
