@@ -120,6 +120,8 @@ class Peers:
             entry = self._directory.peers().get(source.slot)
             if entry is None or entry.incarnation != source.incarnation:
                 raise TransferFailed(f"replica {source.slot} is not what it was")
+            if self._rank >= len(entry.addresses):
+                raise TransferFailed(f"replica {source.slot} has only {len(entry.addresses)} ranks")
             try:
                 snapshot = self._client.fetch(
                     entry.addresses[self._rank],

@@ -70,8 +70,13 @@ def test_four_replicas_lose_one_and_get_it_back(launch: Launch) -> None:
     # A living donor; the joiner never trains from step 0, and has its donor's state.
     assert set(heal["donors"]) <= {1, 2, 3}
     assert named(events, "donor_selected", replica=0)[0]["donors"] == heal["donors"][:1]
+    # It trains before the quorum that it asked for has come, and is a member from the middle of an interval on.
     (first,) = named(events, "first_step", replica=0, incarnation=1)
-    assert first["inner_step"] == joined["inner_step"] + 1 > 30
+    assert 30 < first["inner_step"] <= joined["inner_step"]
+    join = next(e for e in named(events, "sync_committed", replica=0, incarnation=1))
+    assert join["outer_step"] == joined["outer_step"] + 1
+    assert 0 < join["tokens"] <= named(events, "sync_committed", replica=1, outer_step=join["outer_step"])[0]["tokens"]
+    assert len(named(events, "sync_committed", outer_step=join["outer_step"])) == 4
     check_states_were_taken_over(events)
 
     # Equal anchors on all replicas at every sync.

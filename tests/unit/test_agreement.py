@@ -10,6 +10,7 @@ from typing import Any, Literal
 import pytest
 
 from elastic_train.diloco.agreement import Agreement, Landed, Landing
+from elastic_train.diloco.ballot import Choice, Vote
 from elastic_train.diloco.control import ReplicaBroken
 from elastic_train.diloco.doubt import Answer, Docket, Word
 from elastic_train.diloco.flat import combine
@@ -72,8 +73,10 @@ class Wire:
         self._place, self._meeting = place, meeting
         self._broken, self._deaf = broken, deaf
         self.aborted = False
+        self.vote: Vote | None = None
 
     def gather_rows(self, row: Sequence[int]) -> list[list[int]]:
+        self.vote = Vote.from_ints(row)
         if self._broken:
             raise WireError("a peer is gone")
         rows = self._meeting.gather(self._place, row)
@@ -274,6 +277,8 @@ def test_who_is_not_in_the_average_abstains_and_keeps_nobody_from_it(row: dict[s
     # Who abstains has no say in whether the others committed.
     assert world.said() == [committed(world.candidate(0))] * 2 + [UNKNOWN]
     assert world.points[2, 0] == ["vote"]
+    assert [world.wires[2, rank].vote for rank in range(2)] == [Vote(choice=Choice.ABSTAIN)] * 2
+    assert world.wires[0, 1].vote == Vote(choice=Choice.YES, candidate=world.candidate(0))
 
 
 def test_who_abstains_and_lacks_data_is_not_left_out_for_certain() -> None:
@@ -282,6 +287,7 @@ def test_who_abstains_and_lacks_data_is_not_left_out_for_certain() -> None:
     *ends, lacking = world.of_replicas()
 
     # The others heard the vote of rank 0.
+    assert world.wires[2, 0].vote == Vote(choice=Choice.NO)
     assert [end.landing for end in ends] == [Landing.COMMITTED] * 2
     assert (lacking.landing, lacking.voted) == (Landing.ABORTED, False)
     assert world.said()[2] == UNKNOWN
