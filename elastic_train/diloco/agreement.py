@@ -173,8 +173,9 @@ class Agreement:
             self._alive()
         outcome = _OUTCOMES[word]
         if outcome is Outcome.UNSETTLED:
+            step = max(row.outer_step for row in rows) + 1
             raise ReplicaBroken(
-                f"whether outer step {max(row.outer_step for row in rows) + 1} was committed could not be settled with the peers within "
+                f"whether outer step {step} was committed could not be settled with the peers within "
                 f"{self._doubt_bound_s:g} s"
             )
         landing = Landing.COMMITTED if outcome is Outcome.COMMIT else Landing.ABORTED

@@ -24,6 +24,7 @@ from scripts.sync_world.world import World
 @click.option("--merge_alpha", default=0.0, show_default=True, type=float, metavar="A")
 @click.option("--compression", default="none", show_default=True, metavar="NAME")
 @click.option("--fault", "faults", multiple=True, metavar="SLOT.RANK@OUTER_STEP/POINT:KIND")
+@click.option("--lag_s", default=0.0, show_default=True, type=float, metavar="S", help="From its point to a kill.")
 @click.option("--late", multiple=True, metavar="SLOT@OUTER_STEP", help="A slot that joins when the others are there.")
 @click.option("--lighthouse_ends_at", type=int, metavar="OUTER_STEP")
 @click.option("--folder", type=click.Path(path_type=Path, file_okay=False), help="[default: a temporary one]")
@@ -36,6 +37,7 @@ def world(
     merge_alpha: float,
     compression: str,
     faults: tuple[str, ...],
+    lag_s: float,
     late: tuple[str, ...],
     lighthouse_ends_at: int | None,
     folder: Path | None,
@@ -52,6 +54,7 @@ def world(
             tokens=tuple(100 * (slot + 1) for slot in range(replicas)),
             step_s=(0.004,) * replicas,
             faults=tuple(FaultSpec.parse(fault) for fault in faults),
+            lag_s=lag_s,
             late={int(slot): int(step) for slot, _, step in (text.partition("@") for text in late)},
             lighthouse_ends_at=lighthouse_ends_at,
         )

@@ -21,6 +21,7 @@ FAMILIES: Mapping[str, WorldSpec] = {
 """Worlds by name; in a world of "joiner" another replica comes in when the fault strikes, in mid-cycle."""
 
 _FIRST_OUTER_STEP, _LAST_OUTER_STEP = 3, 8
+_LONGEST_LAG_S = 0.004
 
 
 def draw(family: str, seed: int) -> WorldSpec:
@@ -37,4 +38,6 @@ def draw(family: str, seed: int) -> WorldSpec:
     if family == "joiner":
         joiner = chance.choice([slot for slot in range(spec.replicas) if slot != fault.replica])
         late = {joiner: fault.step + chance.randint(-1, 1)}
-    return dataclasses.replace(spec, faults=(fault,), late=late)
+    # Half of the kills strike within an exchange that follows the point.
+    lag_s = chance.choice((0.0, chance.uniform(0.0, _LONGEST_LAG_S)))
+    return dataclasses.replace(spec, faults=(fault,), lag_s=lag_s, late=late)

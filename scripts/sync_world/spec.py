@@ -35,6 +35,8 @@ class WorldSpec:
     """Of the model's layers; a multiple of ``ranks``."""
     faults: tuple[FaultSpec, ...] = ()
     """``step`` is an outer step here: a fault strikes at the first passage of its point at or after it."""
+    lag_s: float = 0.0
+    """Seconds from its point to a kill."""
     late: Mapping[int, int] = field(default_factory=dict)
     """Slots that start when the others have reached an outer step, and join."""
     foreign: frozenset[int] = frozenset()

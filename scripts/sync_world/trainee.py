@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from elastic_train.config import FaultSpec
 from elastic_train.diloco.control import ControlGroup
 from elastic_train.diloco.flat import FlatFragment
 from elastic_train.diloco.publication import INNER
@@ -41,6 +43,20 @@ class Diary:
         )
 
 
+class LaggingPlan(FaultPlan):
+    """Kills a moment after the point, wherever the rank is by then: in the middle of an exchange, if it is short."""
+
+    def __init__(self, lag_s: float, *specs: Iterable[FaultSpec], **settings: Any) -> None:
+        super().__init__(*specs, **settings)
+        self._lag_s = lag_s
+
+    def _act(self, spec: FaultSpec) -> None:
+        if spec.kind == "kill" and self._lag_s:
+            threading.Timer(self._lag_s, super()._act, (spec,)).start()
+        else:
+            super()._act(spec)
+
+
 class WorldTrainee:
     """Moves the parameters by numbers that depend on slot, incarnation and step alone."""
 
@@ -63,7 +79,8 @@ class WorldTrainee:
         self.outer_step = 0
         self.included = False
         """Whether the last state that was followed had this replica's own contribution in it."""
-        self.faults = FaultPlan(
+        self.faults = LaggingPlan(
+            spec.lag_s,
             place.faults,
             replica=place.slot,
             rank=place.rank,

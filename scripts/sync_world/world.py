@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import secrets
 import signal
-import sys
 import time
 from dataclasses import dataclass
 from multiprocessing.connection import wait
@@ -75,10 +74,10 @@ class _Replica:
 def context() -> Any:
     """Processes that are there at once: they are forked from one that has everything loaded."""
     made = multiprocessing.get_context("forkserver")
-    # Each process runs the main module once more; what that one imports is best there already.
-    spec = sys.modules["__main__"].__spec__
-    main = spec.name if spec is not None and not spec.name.endswith("__main__") else "__main__"
-    made.set_forkserver_preload([main, "scripts.sync_world.rank", "scripts.sync_world.lighthouse"])
+    # The main module is run in each process once more, with what it imports.
+    made.set_forkserver_preload(
+        ["__main__", "scripts.command_line", "scripts.sync_world.rank", "scripts.sync_world.lighthouse"]
+    )
     return made
 
 
