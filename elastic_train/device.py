@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any, Literal
@@ -46,6 +48,24 @@ def detect() -> Device:
     if not torch.cuda.is_available():
         return Device("cpu")
     return Device("rocm" if torch.version.hip else "cuda")
+
+
+@contextmanager
+def side_stream(device: torch.device) -> Iterator[None]:
+    """Work of a thread on ``device`` beside what its main thread does there; nothing special on the CPU.
+
+    A new thread has the first accelerator as its own. What the main thread began before is waited for, and on the
+    way out what was begun inside is finished.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    torch.cuda.set_device(device)
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.default_stream(device))
+    with torch.cuda.stream(stream):
+        yield
+    stream.synchronize()
 
 
 class _CpuModule(ModuleType):

@@ -84,7 +84,7 @@ def bench_loss(
     results: dict[str, dict[str, Any]] = {}
     failed: list[str] = []
     for arm in chosen:
-        target = make_target(config, [*flags, "--diloco.sync_every", str(sync_every), *ARMS[arm]])
+        target = make_target(config, [*flags, "--faults.at", "[]", "--diloco.sync_every", str(sync_every), *ARMS[arm]])
         faults = kills(target.replicas, target.ranks, steps, kill_every) if arm == KILLS else ()
         outcome = run_under(FaultPlan(steps=steps, faults=faults), target, folder / arm, seed=seed)
         failed += [f"{arm}: {reason}" for reason in outcome.reasons]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from elastic_train.diloco.control import ControlGroup
 from elastic_train.diloco.engine import NoPeerState, Sync, SyncKind
@@ -57,12 +57,12 @@ class Adoption:
         self._timeout_s = timeout_s
         self._pause = threading.Event()
 
-    def look(self, at_least: int, among: Sequence[int] | None) -> PeerState | None:
+    def look(self, at_least: int, among: Sequence[int] | None, avoid: Collection[PeerState] = ()) -> PeerState | None:
         """Rank 0's word on the newest peer, if one is at that outer step; waits a moment if there is none."""
         self._trainee.alive()
         row = NOBODY.to_ints()
         if self._control.rank == 0:
-            found = self._peers.newest(at_least, among)
+            found = self._peers.newest(at_least, among, avoid)
             if found is not None:
                 row = found.to_ints()
             else:
@@ -77,10 +77,13 @@ class Adoption:
             NoPeerState: what is in place is not what the donor has.
         """
         end = time.monotonic() + self._timeout_s
+        failed: set[PeerState] = set()
         while True:
-            source = self.look(at_least, among)
-            if source is not None and (healed := self._heal(source)) is not None:
-                return healed
+            source = self.look(at_least, among, failed)
+            if source is not None:
+                if (healed := self._heal(source)) is not None:
+                    return healed
+                failed.add(source)
             if self._control.word([int(time.monotonic() > end)]).heard()[0]:
                 return None
 
@@ -100,14 +103,16 @@ class Adoption:
         interval = self._interval
         history = {int(step): state for step, state in snapshot.header["history"].items()}
         included = voted[2] if voted is not None and history.get(voted[0]) == voted[1] else None
-        ends = source.outer_step >= interval.schedule.outer_steps
-        own = included.fragment if included is not None else None
-        self._put_in_place(snapshot, carried=[i for i in range(len(self._ledger.fragments)) if i != own and not ends])
+        count = len(self._ledger.fragments)
+        # What a fragment has learned is of use only if it syncs once more before the run ends.
+        to_come = {step % count for step in range(source.outer_step, interval.schedule.outer_steps)}
+        own = {included.fragment} if included is not None else set()
+        self._put_in_place(snapshot, carried=to_come - own)
         self._trainee.follow(snapshot, included=included is not None)
         before = interval.unsettled
         if included is not None:
             interval.settle(included.fragment, included.trained)
-        if ends:
+        if not to_come:
             interval.settle_all()
         interval.begin(source.outer_step)
         settled = before - interval.unsettled
@@ -144,7 +149,7 @@ class Adoption:
         whole = all(row[0] for row in rows) and combine([row[1] for row in rows]) == source.state_hash
         return snapshot if whole else None
 
-    def _put_in_place(self, snapshot: Snapshot, *, carried: Sequence[int]) -> None:
+    def _put_in_place(self, snapshot: Snapshot, *, carried: Collection[int]) -> None:
         # What this rank shows its own peers lies where the new state goes.
         for section in (INNER, OUTER):
             self._publication.retire(section)

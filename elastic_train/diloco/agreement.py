@@ -26,6 +26,7 @@ from elastic_train.diloco.wire import Wire, WireError
 
 _OUTCOMES = (Outcome.COMMIT, Outcome.ABORT, Outcome.UNSETTLED)
 _NOT_YET = -1
+_STAGGER_S = 10.0
 
 
 class Landing(Enum):
@@ -152,6 +153,8 @@ class Agreement:
     def _doubt(self, attempt: str, candidate: int, rows: list[Row], standings: list[Standing]) -> Landed:
         began = time.monotonic()
         outcome = Outcome.UNSETTLED
+        # Not all at the same time: whoever gives up last is who keeps the state.
+        bound_s = self._doubt_bound_s + _STAGGER_S * self._wire.rank
         if self._control.rank == 0:
             incarnations = {
                 row.slot: row.incarnation
@@ -165,7 +168,7 @@ class Agreement:
                 self._docket,
                 ask=lambda slot, name, dead: self._peers.ask(slot, incarnations[slot], name, dead),
                 is_dead=lambda slot: self._peers.is_dead(slot, incarnations[slot]),
-                bound_s=self._doubt_bound_s,
+                bound_s=bound_s,
                 monotonic=time.monotonic,
                 wait=self._wait,
             )
@@ -175,8 +178,7 @@ class Agreement:
         if outcome is Outcome.UNSETTLED:
             step = max(row.outer_step for row in rows) + 1
             raise ReplicaBroken(
-                f"whether outer step {step} was committed could not be settled with the peers within "
-                f"{self._doubt_bound_s:g} s"
+                f"whether outer step {step} was committed could not be settled with the peers within {bound_s:g} s"
             )
         landing = Landing.COMMITTED if outcome is Outcome.COMMIT else Landing.ABORTED
         if landing is Landing.COMMITTED:

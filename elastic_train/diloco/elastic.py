@@ -34,11 +34,11 @@ from elastic_train.diloco.engine import (
     Trained,
 )
 from elastic_train.diloco.flat import FlatFragment, combine
-from elastic_train.diloco.flight import Contribution, Flight, Flown, Guarded, Pilot
+from elastic_train.diloco.flight import Contribution, Flight, Flown, Guarded, NonFiniteMean, Pilot
 from elastic_train.diloco.interval import Interval
 from elastic_train.diloco.ledger import Ledger
 from elastic_train.diloco.lookout import ANXIOUS_S, CALM_S, Lookout
-from elastic_train.diloco.metadata import Row, Standing
+from elastic_train.diloco.metadata import Row, Standing, float_bits, float_of
 from elastic_train.diloco.outer import OuterOptimizer
 from elastic_train.diloco.pace import quotas
 from elastic_train.diloco.peers import Peers, PeerState
@@ -53,6 +53,8 @@ from elastic_train.diloco.wire import Wire
 from elastic_train.peer_ckpt.client import PeerClient
 from elastic_train.peer_ckpt.directory import Directory
 
+_END_S = 15.0
+"""From the end of a process to when its peers know of it, at most."""
 _FENCES = 2
 """Heals in place, one after the other, before the replica restarts."""
 
@@ -114,7 +116,7 @@ class ElasticEngine(OuterSync):
             peers=self._peers,
             at_point=trainee.at_point,
             alive=trainee.alive,
-            doubt_bound_s=2 * config.timeout_s,
+            doubt_bound_s=max(2 * config.timeout_s, identity.watchdog_s + _END_S),
             combine=combine,
         )
         self._layout_digest = combine([row[0] for row in control.gather([_digest(fragments)])])
@@ -185,8 +187,7 @@ class ElasticEngine(OuterSync):
             raise NoPeerState(f"no peer gave its state within {self._identity.transfer_timeout_s:g} s")
         if self.outer_step < self._interval.schedule.outer_steps:
             self.open_membership()
-            self._announce_early()
-        return healed
+        return self._coming_back(healed)
 
     def before_optimizer(self) -> None:
         self._publication.finish()
@@ -197,9 +198,9 @@ class ElasticEngine(OuterSync):
         if self._early and self._flight is None:
             fired, self._ahead = self._lookout.glance(self._place, self.outer_step)
             if fired and self._ahead is None:
-                interval.end_after(self._overlap)
+                interval.end_after(self._overlap_of(self.outer_step))
                 self._take_off()
-        elif self._flight is None and interval.done == interval.quota - self._overlap:
+        elif self._flight is None and interval.done == interval.quota - self._overlap_of(self.outer_step):
             self._take_off()
 
     def sync(self) -> Sync:
@@ -207,7 +208,7 @@ class ElasticEngine(OuterSync):
         self._publication.finish()
         ahead, self._ahead = self._ahead, None
         if ahead is not None and self._recall() and (caught_up := self._catch_up(ahead)) is not None:
-            return caught_up
+            return self._coming_back(caught_up)
         began, attempt = time.monotonic(), 0
         while True:
             arrived = time.monotonic()
@@ -219,13 +220,13 @@ class ElasticEngine(OuterSync):
                 case Landing.COMMITTED:
                     return self._commit(flown, landed)
                 case Landing.LEFT_OUT:
-                    sync = self._after_left_out(flown)
+                    sync = self._after_left_out(flown, landed)
                 case Landing.MISMATCH:
                     sync = self._after_mismatch(landed)
                 case _:
-                    sync = None
+                    sync = self._after_abort(flown)
             if sync is not None:
-                return sync
+                return self._coming_back(sync)
             self._judge_anew()
             guarded, cause = self._why(flown, landed)
             attempt += not guarded
@@ -238,6 +239,10 @@ class ElasticEngine(OuterSync):
                 self._pause.wait(ANXIOUS_S)
 
     def settled(self) -> None:
+        if self._seat is not None and self.outer_step == self._interval.schedule.outer_steps:
+            # A peer that makes the last sync again must not wait for this replica: it takes the state.
+            self._seat.shutdown()
+            self._seat = None
         self._publication.publish(self._ledger.header(self.outer_step))
         self._presence.show(self.outer_step, self._ledger.state_hash)
 
@@ -263,11 +268,11 @@ class ElasticEngine(OuterSync):
         assert self._seat is not None, "the engine is a member from open_membership on"
         return self._seat
 
-    @property
-    def _overlap(self) -> int:
-        """Inner steps beside this interval's sync: none in the last one, for no later sync would take them in."""
+    def _overlap_of(self, outer_step: int) -> int:
+        """Inner steps beside the sync of the interval after ``outer_step``: none in the last one, for no later sync
+        would take them in."""
         schedule = self._interval.schedule
-        return 0 if schedule.start(self.outer_step + 1) == schedule.steps else self._config.overlap_steps
+        return 0 if schedule.start(outer_step + 1) == schedule.steps else self._config.overlap_steps
 
     def _take_off(self) -> None:
         """Begin an attempt that goes on beside the inner steps, if any are to come."""
@@ -275,14 +280,14 @@ class ElasticEngine(OuterSync):
             return
         self._contribution = mine = self._capture(store=True)
         self._place.announce(self.outer_step)
-        self._flight = Flight(self._place, lambda: self._attempt(mine))
+        self._flight = Flight(self._place, self._wire, lambda: self._attempt(mine))
 
     def _capture(self, *, store: bool) -> Contribution:
         """What this replica has to bring now, with one row for all its ranks."""
         interval = self._interval
         fragment = self._ledger.fragments[interval.fragment]
         stored = self._store(fragment) if store else None
-        ranks = self._control.gather([int(fragment.is_finite()), *_micro(interval.loss), *_micro(interval.grad_norm)])
+        ranks = self._control.gather([int(fragment.is_finite()), _bits(interval.loss), _bits(interval.grad_norm)])
         row = Row(
             outer_step=self.outer_step,
             tokens=interval.unsettled,
@@ -295,8 +300,8 @@ class ElasticEngine(OuterSync):
             config_digest=self._identity.config_digest,
             layout_digest=self._layout_digest,
             id_base=0,
-            loss=_mean([rank[1:3] for rank in ranks]),
-            grad_norm=_mean([rank[3:5] for rank in ranks]),
+            loss=_mean([rank[1] for rank in ranks]),
+            grad_norm=_mean([rank[2] for rank in ranks]),
             inner_steps=interval.done,
         )
         # Times differ between ranks; rank 0 speaks for all.
@@ -340,11 +345,30 @@ class ElasticEngine(OuterSync):
             self._contribution = self._capture(store=False)
         if self._flight is None:
             self._place.announce(self.outer_step)
-        self._trainee.at_point("quorum")
+        if (caught_up := self._wait_for_quorum(began, anxious=anxious)) is not None:
+            return self._coming_back(caught_up)
+        self._trainee.alive()
+        there_at = time.monotonic()
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            flown = flight.land(self._trainee.alive)
+        elif self._place.wait(self._config.timeout_s):
+            flown = self._attempt(self._contribution)
+        else:
+            raise ReplicaBroken("a quorum came for rank 0 of this replica, and not for this rank")
+        flown.wait_s, flown.there_at = 0.0 if early else there_at - arrived, there_at
+        return flown
+
+    def _wait_for_quorum(self, began: float, *, anxious: bool) -> Sync | None:
+        """None: it is there. Else this replica has caught up with a peer that was ahead meanwhile."""
         self._lookout.start(ANXIOUS_S if anxious else CALM_S)
-        bound_s = began + self._config.quorum_timeout_s - time.monotonic()
+        end = began + self._config.quorum_timeout_s
         try:
-            while (ahead := self._lookout.wait(self._place, self.outer_step, bound_s)) is not None:
+            while True:
+                self._trainee.at_point("quorum")
+                ahead = self._lookout.wait(self._place, self.outer_step, end)
+                if ahead is None:
+                    return None
                 if self._recall():
                     if (caught_up := self._catch_up(ahead)) is not None:
                         return caught_up
@@ -353,17 +377,6 @@ class ElasticEngine(OuterSync):
                     self._lookout.start(ANXIOUS_S)
         finally:
             self._lookout.stop()
-        self._trainee.alive()
-        there_at = time.monotonic()
-        flight, self._flight = self._flight, None
-        if flight is not None:
-            flown = flight.land()
-        elif self._place.wait(self._config.timeout_s):
-            flown = self._attempt(self._contribution)
-        else:
-            raise ReplicaBroken("a quorum came for rank 0 of this replica, and not for this rank")
-        flown.wait_s, flown.there_at = 0.0 if early else there_at - arrived, there_at
-        return flown
 
     def _recall(self) -> bool:
         """Take back an attempt that still waits for its quorum, on all ranks or on none; its request stays."""
@@ -374,7 +387,7 @@ class ElasticEngine(OuterSync):
             return True
         if flight is not None and recalled:
             assert mine is not None
-            self._flight = Flight(self._place, lambda: self._attempt(mine))
+            self._flight = Flight(self._place, self._wire, lambda: self._attempt(mine))
         return False
 
     def _guard(self, rows: list[Row]) -> None:
@@ -452,7 +465,7 @@ class ElasticEngine(OuterSync):
             return None
         shares = quotas([row.step_us / 1e6 for row in counted], length)
         mine = next(i for i, row in enumerate(counted) if row.slot == self._identity.slot)
-        return max(shares[mine], self._config.overlap_steps + 1)
+        return max(shares[mine], self._overlap_of(self.outer_step + 1) + 1)
 
     def _why(self, flown: Flown, landed: Landed) -> tuple[bool, str]:
         """Whether the guard stopped an attempt that failed, the same on all ranks; and what stopped it, in words."""
@@ -463,12 +476,14 @@ class ElasticEngine(OuterSync):
 
     # -- a state from a peer ---------------------------------------------------------------------------------------
 
-    def _after_left_out(self, flown: Flown) -> Sync | None:
+    def _after_left_out(self, flown: Flown, landed: Landed) -> Sync | None:
         """The others average without this replica, and it needs the state of one of them."""
         counted = [row.slot for row in flown.counted]
         match flown.standing:
             case Standing.BEHIND:
-                source = self._adoption.look(flown.newest, counted)
+                # If the vote passed, the others are about to publish what came of it, and what they had is gone.
+                next_one = flown.newest + int(landed.unbroken)
+                source = self._adoption.look(next_one, counted) or self._adoption.look(flown.newest, counted)
                 return self._catch_up(source) if source is not None else None
             case Standing.NON_FINITE:
                 if not counted:
@@ -479,6 +494,15 @@ class ElasticEngine(OuterSync):
                 return self._fence("non_finite", NonFinite, flown.newest, counted)
             case _:
                 return self._fence("diverged", Diverged, flown.newest, counted)
+
+    def _after_abort(self, flown: Flown) -> Sync | None:
+        """What was averaged may not be finite because an anchor that somebody subtracts from is not."""
+        suspicious = isinstance(flown.error, NonFiniteMean)
+        if not any(row[0] for row in self._control.gather([int(suspicious)])):
+            return None
+        if all(row[0] for row in self._control.gather([int(self._ledger.is_sound())])):
+            return None
+        return self._fence("diverged", Diverged, self.outer_step, None)
 
     def _after_mismatch(self, landed: Landed) -> Sync | None:
         """The same data gave different candidates: the memory of one of them is not what was agreed on."""
@@ -496,8 +520,6 @@ class ElasticEngine(OuterSync):
         healed = self._healed(at_least, among) if self._fences <= _FENCES else None
         if healed is None:
             raise error(f"this replica's state is {cause.replace('_', '-')} and no peer's state mended it")
-        if self.outer_step < self._interval.schedule.outer_steps:
-            self._announce_early()
         return healed
 
     def _healed(self, at_least: int, among: Sequence[int] | None) -> Sync | None:
@@ -516,15 +538,16 @@ class ElasticEngine(OuterSync):
         caught_up = self._adoption.catch_up(source, self._voted)
         if caught_up is not None:
             self._contribution = self._voted = None
-            if self.outer_step < self._interval.schedule.outer_steps:
-                self._announce_early()
         return caught_up
 
-    def _announce_early(self) -> None:
-        """Ask for a quorum now and go on training: the interval ends with the step in which it fires."""
-        self._place.announce(self.outer_step)
-        self._early = True
-        self._lookout.start(CALM_S)
+    def _coming_back(self, sync: Sync) -> Sync:
+        """With a peer's state in place, ask for a quorum at once and go on training: the interval ends with the step
+        in which it comes."""
+        if self.outer_step < self._interval.schedule.outer_steps:
+            self._place.announce(self.outer_step)
+            self._early = True
+            self._lookout.start(CALM_S)
+        return sync
 
 
 def _digest(fragments: Sequence[FlatFragment]) -> int:
@@ -533,13 +556,12 @@ def _digest(fragments: Sequence[FlatFragment]) -> int:
     return int.from_bytes(xxhash.xxh3_64(text.encode()).digest(), "big", signed=True)
 
 
-def _micro(value: float | None) -> tuple[int, int]:
-    """Whether there is a value, and it in millionths: as ranks tell each other."""
-    known = value is not None and math.isfinite(value)
-    return int(known), round(value * 1e6) if known and value is not None else 0
+def _bits(value: float | None) -> int:
+    """As ranks tell each other a value that there may not be."""
+    return float_bits(math.nan if value is None else value)
 
 
-def _mean(values: Sequence[Sequence[int]]) -> float:
-    """The mean over the ranks that have a value (see ``_micro``); NaN if none has."""
-    known = [value for is_known, value in values if is_known]
-    return sum(known) / len(known) / 1e6 if known else math.nan
+def _mean(bits: Sequence[int]) -> float:
+    """The mean over the ranks that have a finite value (see ``_bits``); NaN if none has."""
+    known = [value for value in map(float_of, bits) if math.isfinite(value)]
+    return math.fsum(known) / len(known) if known else math.nan

@@ -18,7 +18,7 @@ from torch import nn
 
 from elastic_train.peer_ckpt.shards import StateMismatch, local, raw_bytes
 
-_HASH_CHUNK = 1 << 24
+_PIECE = 1 << 24
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +32,8 @@ class OuterState:
         """Signed 64-bit hash of both (xxh3)."""
         digest = xxhash.xxh3_64()
         for tensor in (self.anchor, self.momentum):
-            for start in range(0, tensor.numel(), _HASH_CHUNK):
-                digest.update(raw_bytes(tensor[start : start + _HASH_CHUNK].to("cpu")))
+            for start in range(0, tensor.numel(), _PIECE):
+                digest.update(raw_bytes(tensor[start : start + _PIECE].to("cpu")))
         return int.from_bytes(digest.digest(), "big", signed=True)
 
 
@@ -81,8 +81,11 @@ class FlatFragment:
     def pseudo_gradient(self, out: torch.Tensor, start: int = 0) -> None:
         """Anchor minus parameters, for the range that begins at ``start``, into ``out``, float32 ``[n]``."""
         self.read_parameters(out, start)
-        anchor = self.committed.anchor[start : start + out.numel()]
-        torch.sub(anchor.to(out.device, non_blocking=True), out, out=out)
+        # In pieces, for one that comes from another device needs memory there.
+        for at in range(0, out.numel(), _PIECE):
+            part = out[at : at + _PIECE]
+            anchor = self.committed.anchor[start + at : start + at + part.numel()]
+            torch.sub(anchor.to(part.device), part, out=part)
 
     @torch.no_grad()
     def is_finite(self) -> bool:
@@ -98,9 +101,9 @@ class FlatFragment:
         for view, at, piece in self._pieces(0, self.numel):
             anchor = self.committed.anchor[at : at + piece.stop - piece.start]
             if keep:
-                view[piece].lerp_(anchor.to(view.device, view.dtype, non_blocking=True), 1 - keep)
+                view[piece].lerp_(anchor.to(view.device, view.dtype), 1 - keep)
             else:
-                view[piece].copy_(anchor, non_blocking=True)
+                view[piece].copy_(anchor)
 
     @torch.no_grad()
     def load(self, anchor: torch.Tensor, momentum: torch.Tensor, *, carry: bool) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from elastic_train.device import side_stream
 from elastic_train.diloco.engine import FaultHook, ForeignReplica
 from elastic_train.diloco.flat import FlatFragment
 from elastic_train.diloco.metadata import Row, Standing, judge
@@ -206,8 +207,9 @@ class Flight:
 
     _LOOK_S = 0.05
 
-    def __init__(self, quorum: QuorumSeat, fly: Callable[[], Flown]) -> None:
+    def __init__(self, quorum: QuorumSeat, wire: Wire, fly: Callable[[], Flown]) -> None:
         self._quorum = quorum
+        self._wire = wire
         self._fly = fly
         self._recalled = threading.Event()
         self._flown: Flown | None = None
@@ -227,9 +229,14 @@ class Flight:
         self._thread.join()
         return True
 
-    def land(self) -> Flown:
-        """Wait for the end of the attempt, which has begun."""
-        self._thread.join()
+    def land(self, alive: Callable[[], None]) -> Flown:
+        """Wait for the end of the attempt, which has begun; ``alive`` is called as long as it gets somewhere."""
+        seen = -1
+        while self._thread.is_alive():
+            self._thread.join(self._LOOK_S)
+            if self._wire.operations != seen:
+                seen = self._wire.operations
+                alive()
         if self._error is not None:
             raise self._error
         assert self._flown is not None
@@ -244,6 +251,7 @@ class Flight:
                 if self._recalled.is_set():
                     return
                 self.began = True
-            self._flown = self._fly()
+            with side_stream(self._wire.device):
+                self._flown = self._fly()
         except BaseException as error:
             self._error = error

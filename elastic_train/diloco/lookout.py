@@ -48,13 +48,12 @@ class Lookout:
         ahead = PeerState.from_ints(source)
         return bool(fired), ahead if ahead.outer_step > outer_step else None
 
-    def wait(self, seat: QuorumSeat, outer_step: int, bound_s: float) -> PeerState | None:
+    def wait(self, seat: QuorumSeat, outer_step: int, end: float) -> PeerState | None:
         """Wait for rank 0's word: None if the quorum is there, else a peer that is ahead.
 
         Raises:
-            SyncFailed: neither came within ``bound_s``.
+            SyncFailed: neither came before ``end`` (seconds of the monotonic clock).
         """
-        end = time.monotonic() + bound_s
         while True:
             row = [_WAIT, *NOBODY.to_ints()]
             if self._control.rank == 0:
@@ -67,7 +66,7 @@ class Lookout:
                     row[0] = _GIVE_UP
             word, *source = self._control.word(row).heard()
             if word == _GIVE_UP:
-                raise SyncFailed(f"no quorum within diloco.quorum_timeout_s = {bound_s:g}")
+                raise SyncFailed("no quorum within diloco.quorum_timeout_s")
             if word != _WAIT:
                 return None if word == _GO else PeerState.from_ints(source)
 

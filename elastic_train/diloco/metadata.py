@@ -62,8 +62,8 @@ class Row:
             self.config_digest,
             self.layout_digest,
             self.id_base,
-            _bits(self.loss),
-            _bits(self.grad_norm),
+            float_bits(self.loss),
+            float_bits(self.grad_norm),
             self.inner_steps,
         ]
 
@@ -88,8 +88,8 @@ class Row:
             config_digest=values[8],
             layout_digest=values[9],
             id_base=values[10],
-            loss=_float(values[11]),
-            grad_norm=_float(values[12]),
+            loss=float_of(values[11]),
+            grad_norm=float_of(values[12]),
             inner_steps=values[13],
         )
 
@@ -147,9 +147,11 @@ def majority(values: Sequence[_Value], slots: Sequence[int]) -> _Value:
     return value
 
 
-def _bits(value: float) -> int:
+def float_bits(value: float) -> int:
+    """A float as the signed 64-bit integer that carries it."""
     return int(struct.unpack("<q", struct.pack("<d", value))[0])
 
 
-def _float(bits: int) -> float:
+def float_of(bits: int) -> float:
+    """The float that ``float_bits`` gave."""
     return float(struct.unpack("<d", struct.pack("<q", bits))[0])

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from elastic_train.diloco.doubt import Answer
-from elastic_train.peer_ckpt.client import PeerClient, TransferFailed
+from elastic_train.peer_ckpt.client import PeerClient, TransferFailed, Unwanted
 from elastic_train.peer_ckpt.directory import Directory
 from elastic_train.peer_ckpt.snapshot import Snapshot
 
@@ -52,8 +52,12 @@ class Peers:
         self._client = client
         self._never = threading.Event()
 
-    def newest(self, at_least: int, among: Collection[int] | None = None) -> PeerState | None:
+    def newest(
+        self, at_least: int, among: Collection[int] | None = None, avoid: Collection[PeerState] = ()
+    ) -> PeerState | None:
         """A peer (one of the slots ``among``, if given) whose outer step is the newest, and ``at_least`` that.
+
+        One whose state is in ``avoid`` is taken only if there is no other.
 
         Among equals it is the next slot after ours, so that several who ask at once are spread over them.
         """
@@ -73,6 +77,7 @@ class Peers:
                 )
         if not found:
             return None
+        found = [state for state in found if state not in avoid] or found
         best = max(state.outer_step for state in found)
         newest = sorted((state for state in found if state.outer_step == best), key=lambda state: state.slot)
         return next((state for state in newest if state.slot > self._slot), newest[0])
@@ -123,21 +128,22 @@ class Peers:
             if self._rank >= len(entry.addresses):
                 raise TransferFailed(f"replica {source.slot} has only {len(entry.addresses)} ranks")
             try:
-                snapshot = self._client.fetch(
+                return self._client.fetch(
                     entry.addresses[self._rank],
                     sections,
                     max(end - time.monotonic(), 0.1),
                     lambda received, total: alive(),
+                    lambda header: bool(header["outer_step"] == source.outer_step),
                 )
+            except Unwanted as other:
+                if other.header["outer_step"] > source.outer_step or time.monotonic() >= end:
+                    raise TransferFailed(
+                        f"replica {source.slot} is at outer step {other.header['outer_step']}"
+                    ) from other
             except TransferFailed as error:
                 if time.monotonic() >= end:
                     raise
                 logger.info("fetching from replica %d is tried again: %s", source.slot, error)
-            else:
-                if snapshot.header["outer_step"] == source.outer_step:
-                    return snapshot
-                if snapshot.header["outer_step"] > source.outer_step or time.monotonic() >= end:
-                    raise TransferFailed(f"replica {source.slot} is at outer step {snapshot.header['outer_step']}")
             self._never.wait(_PAUSE_S)
 
 

@@ -29,6 +29,8 @@ class Identity:
     config_digest: int
     transfer_timeout_s: float
     """Bound on fetching a whole state."""
+    watchdog_s: float
+    """Within which any peer that hangs is found and ended."""
 
 
 class Presence:

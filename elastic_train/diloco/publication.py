@@ -13,11 +13,14 @@ from typing import Any
 
 import torch
 
+from elastic_train.device import side_stream
 from elastic_train.diloco.flat import FlatFragment, combine
 from elastic_train.diloco.trainee import Trainee
 from elastic_train.peer_ckpt.server import PeerServer
 from elastic_train.peer_ckpt.shards import export_tensors, hash_tensors
 from elastic_train.peer_ckpt.snapshot import Snapshot
+
+_HOST = torch.device("cpu")
 
 OUTER = "outer"
 INNER = "inner"
@@ -78,21 +81,26 @@ class Publication:
         self._shown = [snapshot for snapshot in self._shown if not snapshot.is_retired(OUTER)]
 
     def _copy(self, header: Mapping[str, Any], moments: Mapping[str, torch.Tensor]) -> None:
+        device = next((tensor.device for tensor in moments.values() if tensor.device.type != "cpu"), _HOST)
         try:
-            self._trainee.at_point("snapshot")
-            inner = {name: _copied(self._moments, name, tensor) for name, tensor in moments.items()}
-            outer: dict[str, torch.Tensor] = {}
-            for index, fragment in enumerate(self._fragments):
-                for kind, tensor in (("anchor", fragment.committed.anchor), ("momentum", fragment.committed.momentum)):
-                    name = f"{index}.{kind}"
-                    on_host = tensor.device.type == "cpu"
-                    outer[name] = tensor if on_host else _copied(self._mirrors, name, tensor)
-            whole = {**header, "whole_hash": combine([header["rank_hash"], hash_tensors(inner)])}
-            snapshot = Snapshot(whole, {INNER: inner, OUTER: outer})
-            self._shown.append(snapshot)
-            self._server.publish(snapshot)
+            with side_stream(device):
+                self._show(header, moments)
         except BaseException as error:
             self._error = error
+
+    def _show(self, header: Mapping[str, Any], moments: Mapping[str, torch.Tensor]) -> None:
+        self._trainee.at_point("snapshot")
+        inner = {name: _copied(self._moments, name, tensor) for name, tensor in moments.items()}
+        outer: dict[str, torch.Tensor] = {}
+        for index, fragment in enumerate(self._fragments):
+            for kind, tensor in (("anchor", fragment.committed.anchor), ("momentum", fragment.committed.momentum)):
+                name = f"{index}.{kind}"
+                on_host = tensor.device.type == "cpu"
+                outer[name] = tensor if on_host else _copied(self._mirrors, name, tensor)
+        whole = {**header, "whole_hash": combine([header["rank_hash"], hash_tensors(inner)])}
+        snapshot = Snapshot(whole, {INNER: inner, OUTER: outer})
+        self._shown.append(snapshot)
+        self._server.publish(snapshot)
 
 
 def whole_hash(rank_hash: int, moments: Mapping[str, torch.Tensor]) -> int:
@@ -104,5 +112,6 @@ def _copied(buffers: dict[str, torch.Tensor], name: str, tensor: torch.Tensor) -
     """``tensor`` copied into the host buffer of that name, which is made once."""
     buffer = buffers.get(name)
     if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-        buffer = buffers[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
+        pin = tensor.device.type == "cuda"
+        buffer = buffers[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pin)
     return buffer.copy_(tensor)

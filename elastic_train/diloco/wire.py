@@ -45,6 +45,8 @@ class Wire:
         self.rank = 0
         self.world = 1
         self.names: tuple[str, ...] = ()
+        self.operations = 0
+        """Begun so far: it rises as long as a sync gets somewhere."""
         self._group = group
         self._timeout = timedelta(seconds=timeout_s)
         self._on_operation = on_operation
@@ -116,6 +118,7 @@ class Wire:
         self._group.abort()
 
     def _run(self, name: str, start: Callable[[], Work]) -> None:
+        self.operations += 1
         self._on_operation()
         # Old work that meets a new operation would mix their data up.
         with self._one_at_a_time:

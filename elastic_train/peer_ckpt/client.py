@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlencode
 
@@ -15,12 +15,23 @@ from elastic_train.peer_ckpt.snapshot import Snapshot
 
 _PIECE = 4 << 20
 
+Accept = Callable[[Mapping[str, Any]], bool]
+"""Whether a snapshot of that header is wanted."""
+
 Progress = Callable[[int, int], None]
 """Called with the bytes of tensors received so far, and of all."""
 
 
 class TransferFailed(Exception):
     """A peer's state did not arrive whole; its text says why. Nothing of it may be used."""
+
+
+class Unwanted(TransferFailed):
+    """What the peer publishes now is not what was asked for; none of its tensors was fetched."""
+
+    def __init__(self, header: Mapping[str, Any]) -> None:
+        super().__init__("it publishes another state")
+        self.header = header
 
 
 class PeerClient:
@@ -46,7 +57,12 @@ class PeerClient:
         return answer if isinstance(answer, dict) else None
 
     def fetch(
-        self, address: str, sections: Sequence[str], timeout_s: float, on_progress: Progress | None = None
+        self,
+        address: str,
+        sections: Sequence[str],
+        timeout_s: float,
+        on_progress: Progress | None = None,
+        accept: Accept = lambda header: True,
     ) -> Snapshot:
         """What the peer at ``address`` publishes, into new host tensors.
 
@@ -54,8 +70,10 @@ class PeerClient:
             sections: those to fetch, in this order. They all belong to one outer step, the one in the header.
             timeout_s: bound on the whole transfer.
             on_progress: called in this thread, after every few megabytes.
+            accept: asked before any tensor is fetched.
 
         Raises:
+            Unwanted: the peer publishes what is not accepted.
             TransferFailed: it did not arrive whole, or is no snapshot.
         """
         query = urlencode({"sections": ",".join(sections)})
@@ -66,6 +84,8 @@ class PeerClient:
                     raise LayoutError(f"it has the sections {', '.join(map(str, layout.sections))}")
                 if layout.size != answer.length:
                     raise LayoutError(f"it describes {layout.size} bytes and has {answer.length}")
+                if not accept(layout.header):
+                    raise Unwanted(layout.header)
                 return Snapshot(layout.header, _read_tensors(answer, layout, on_progress))
         except RequestFailed as error:
             raise TransferFailed(str(error)) from error

@@ -101,6 +101,7 @@ class WorldRank:
                 token=place.token,
                 config_digest=int(place.slot in spec.foreign),
                 transfer_timeout_s=_TRANSFER_TIMEOUT_S,
+                watchdog_s=15.0,
             ),
             config=spec.diloco,
             schedule=spec.schedule,

@@ -89,6 +89,7 @@ def make_elastic_engine(trainer: ElasticTrainer, group: ProcessGroup, store: dis
             token=incarnation.token,
             config_digest=int(digest(config)[:15], 16),
             transfer_timeout_s=config.peer_ckpt.timeout_s,
+            watchdog_s=config.recovery.hang_timeout_s + config.recovery.silence_timeout_s,
         ),
         config=config.diloco,
         schedule=trainer.schedule,
