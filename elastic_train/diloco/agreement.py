@@ -26,7 +26,6 @@ from elastic_train.diloco.wire import Wire, WireError
 
 _OUTCOMES = (Outcome.COMMIT, Outcome.ABORT, Outcome.UNSETTLED)
 _NOT_YET = -1
-_STAGGER_S = 10.0
 
 
 class Landing(Enum):
@@ -136,7 +135,8 @@ class Agreement:
         if refused:
             self._say(attempt, Docket.aborted)
             return Landed(landing=Landing.ABORTED, candidate=candidate, voted=True, why="a replica voted no")
-        return self._doubt(attempt, candidate, flown.rows, flown.standings)
+        assert flown.formed is not None
+        return self._doubt(attempt, candidate, flown.rows, flown.standings, flown.formed.rank)
 
     def _vote(self, flown: Flown, mine: Vote) -> tuple[list[Vote], Result | None]:
         """This rank's vote in its group; no result if the group broke."""
@@ -150,11 +150,11 @@ class Agreement:
             return [], None
         return votes, count(votes, flown.standings)
 
-    def _doubt(self, attempt: str, candidate: int, rows: list[Row], standings: list[Standing]) -> Landed:
+    def _doubt(self, attempt: str, candidate: int, rows: list[Row], standings: list[Standing], place: int) -> Landed:
         began = time.monotonic()
         outcome = Outcome.UNSETTLED
         # Not all at the same time: whoever gives up last is who keeps the state.
-        bound_s = self._doubt_bound_s + _STAGGER_S * self._wire.rank
+        bound_s = self._doubt_bound_s * (1 + place / 4)
         if self._control.rank == 0:
             incarnations = {
                 row.slot: row.incarnation

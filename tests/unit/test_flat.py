@@ -170,7 +170,7 @@ def test_the_hash_does_not_depend_on_the_chunks_it_is_computed_in(monkeypatch: p
     state = OuterState(anchor=torch.arange(10.0), momentum=torch.arange(10.0) - 3)
     whole = state.hash()
 
-    monkeypatch.setattr("elastic_train.diloco.flat._HASH_CHUNK", 3)
+    monkeypatch.setattr("elastic_train.diloco.flat._PIECE", 3)
 
     assert state.hash() == whole
     assert -(2**63) <= whole < 2**63

@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -14,6 +15,10 @@ from elastic_train.diloco.quorum import QuorumSeat
 from tests.waiting import wait_until
 
 TIMEOUT_S = 30.0
+
+
+def soon() -> float:
+    return time.monotonic() + TIMEOUT_S
 
 
 AHEAD = PeerState(slot=1, incarnation=0, outer_step=5, state_hash=1)
@@ -96,7 +101,7 @@ class Seat(QuorumSeat):
 def test_a_quorum_ends_the_wait() -> None:
     lookout = Lookout(Alone(), lambda: None)
 
-    assert lookout.wait(Seat(False, False, True), 4, TIMEOUT_S) is None
+    assert lookout.wait(Seat(False, False, True), 4, soon()) is None
     assert lookout.glance(Seat(False), 4) == (False, None)
     assert lookout.glance(Seat(True), 4) == (True, None)
 
@@ -105,7 +110,7 @@ def test_a_peer_that_is_ahead_ends_the_wait() -> None:
     lookout = Lookout(Alone(), lambda: AHEAD)
     lookout.start(0.001)
 
-    assert lookout.wait(Seat(False), 4, TIMEOUT_S) == AHEAD
+    assert lookout.wait(Seat(False), 4, soon()) == AHEAD
     assert lookout.glance(Seat(False), 4) == (False, AHEAD)
     # By now this replica is there itself.
     assert lookout.glance(Seat(False), 5) == (False, None)
@@ -114,13 +119,13 @@ def test_a_peer_that_is_ahead_ends_the_wait() -> None:
 
 
 def test_the_wait_has_a_bound() -> None:
-    with pytest.raises(SyncFailed, match=r"no quorum within diloco\.quorum_timeout_s = -1"):
-        Lookout(Alone(), lambda: None).wait(Seat(False), 4, -1.0)
+    with pytest.raises(SyncFailed, match=r"no quorum within diloco\.quorum_timeout_s"):
+        Lookout(Alone(), lambda: None).wait(Seat(False), 4, time.monotonic() - 1)
 
 
 def test_the_other_ranks_go_by_rank_0() -> None:
     seat = Seat(True)
 
-    assert Lookout(Led([0, 0, 0, -1, 0], [1, 0, 0, -1, 0]), lambda: AHEAD).wait(seat, 4, TIMEOUT_S) is None
-    assert Lookout(Led([2, *AHEAD.to_ints()]), lambda: None).wait(seat, 4, TIMEOUT_S) == AHEAD
+    assert Lookout(Led([0, 0, 0, -1, 0], [1, 0, 0, -1, 0]), lambda: AHEAD).wait(seat, 4, soon()) is None
+    assert Lookout(Led([2, *AHEAD.to_ints()]), lambda: None).wait(seat, 4, soon()) == AHEAD
     assert Lookout(Led([0, *AHEAD.to_ints()]), lambda: None).glance(seat, 4) == (False, AHEAD)
