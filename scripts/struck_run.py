@@ -18,7 +18,7 @@ from scripts.verdict import Strike, judge
 # A bound for a run that gets nowhere, far above what one takes that does.
 _START_S = 180.0
 _PER_FAULT_S = 60.0
-_PER_STEP_S = 0.5
+_PER_STEP_S = 2.0
 _SLOWER_THAN_LEAST = 3.0
 
 

@@ -1,7 +1,9 @@
+import threading
+
 import pytest
 import torch
 
-from elastic_train.device import Device, detect
+from elastic_train.device import Device, detect, side_stream
 
 
 @pytest.mark.parametrize(
@@ -47,3 +49,24 @@ def test_memory_is_the_peak_of_the_process() -> None:
     grown = module.memory_stats()
     assert grown["active_bytes.all.peak"] >= max(before, held.numel() * held.element_size())
     assert (grown["num_alloc_retries"], grown["num_ooms"]) == (0, 0)
+
+
+def test_beside_the_main_thread_a_cpu_needs_nothing_special(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object) -> None:
+        raise AssertionError("there is no accelerator")
+
+    for name in ("set_device", "Stream", "default_stream", "stream"):
+        monkeypatch.setattr(torch.cuda, name, fail)
+    values = torch.zeros(3)
+
+    def work() -> None:
+        with side_stream(torch.device("cpu")):
+            values.add_(1)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+
+    assert values.tolist() == [1.0] * 3
+    with pytest.raises(OSError, match="no memory"), side_stream(torch.device("cpu")):
+        raise OSError("no memory")

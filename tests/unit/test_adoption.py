@@ -1,0 +1,529 @@
+"""How a replica takes over a peer's state; the transfer itself is the matter of ``test_peers``."""
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from elastic_train.diloco.adoption import Adoption
+from elastic_train.diloco.control import ControlGroup
+from elastic_train.diloco.engine import NoPeerState, Sync, SyncKind, Trained
+from elastic_train.diloco.flat import combine, flatten
+from elastic_train.diloco.flight import Contribution
+from elastic_train.diloco.interval import Interval
+from elastic_train.diloco.ledger import Ledger
+from elastic_train.diloco.metadata import Row
+from elastic_train.diloco.peers import PeerState
+from elastic_train.diloco.publication import INNER, OUTER, Publication
+from elastic_train.diloco.schedule import OuterSchedule
+from elastic_train.peer_ckpt.client import TransferFailed
+from elastic_train.peer_ckpt.shards import load_tensors
+from elastic_train.peer_ckpt.snapshot import Snapshot
+from tests.controls import Alone, each, together
+
+TIMEOUT_S = 30.0
+SIZES = (3, 2)
+LEARNED = 0.5
+SCHEDULE = OuterSchedule(steps=12, sync_every=4, fragments=len(SIZES))
+LAST = SCHEDULE.outer_steps
+DONOR = 1
+OWN_TOKENS = 30
+
+
+class Journal:
+    """Notes what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[Any, ...]] = []
+
+    def heal_started(self, donor: int, outer_step: int) -> None:
+        self.told.append(("heal_started", donor, outer_step))
+
+    def heal_finished(self, donor: int, outer_step: int, size: int, duration_s: float, rank_hash: int) -> None:
+        self.told.append(("heal_finished", donor, outer_step, size, rank_hash))
+
+    def caught_up(self, outer_step: int, tokens: int, donor: int) -> None:
+        self.told.append(("caught_up", outer_step, tokens, donor))
+
+
+class Rank:
+    """A trainee; also whoever publishes, so that it keeps what it shows."""
+
+    def __init__(self, value: float) -> None:
+        self.moment = torch.full((4,), value)
+        self.counter = value
+        self.followed: list[bool] = []
+        self.taken: list[Snapshot] = []
+        self.lives = 0
+        self.after_take: Callable[[], None] = lambda: None
+        self.shown: list[Snapshot] = []
+
+    def at_point(self, point: str) -> None: ...
+
+    def alive(self) -> None:
+        self.lives += 1
+
+    def moments(self) -> dict[str, torch.Tensor]:
+        return {"exp_avg": self.moment}
+
+    def counters(self) -> dict[str, Any]:
+        return {"counter": self.counter}
+
+    def take(self, snapshot: Snapshot) -> None:
+        load_tensors(self.moments().items(), snapshot.sections[INNER])
+        self.counter = snapshot.header["extra"]["counter"]
+        self.taken.append(snapshot)
+        self.after_take()
+
+    def follow(self, snapshot: Snapshot, *, included: bool) -> None:
+        self.followed.append(included)
+
+    def publish(self, snapshot: Snapshot) -> None:
+        self.shown.append(snapshot)
+
+
+class Market:
+    """The peers of a rank: states to be had, or not, in the order in which they are preferred."""
+
+    def __init__(self) -> None:
+        self.offers: dict[PeerState, Snapshot | Exception] = {}
+        self.fetched: list[int] = []
+        self.looks: list[tuple[int, Sequence[int] | None]] = []
+
+    def newest(
+        self, at_least: int, among: Collection[int] | None = None, avoid: Collection[PeerState] = ()
+    ) -> PeerState | None:
+        self.looks.append((at_least, list(among) if among is not None else None))
+        fit = [
+            state for state in self.offers if state.outer_step >= at_least and (among is None or state.slot in among)
+        ]
+        return next((state for state in fit if state not in avoid), fit[0] if fit else None)
+
+    def fetch(
+        self, source: PeerState, sections: Sequence[str], timeout_s: float, alive: Callable[[], None]
+    ) -> Snapshot:
+        alive()
+        self.fetched.append(source.slot)
+        offer = self.offers[source]
+        if isinstance(offer, Exception):
+            raise offer
+        return Snapshot(offer.header, {section: offer.sections[section] for section in sections})
+
+
+class Replica:
+    """One rank of a replica that has trained a little since its anchor."""
+
+    def __init__(
+        self, control: ControlGroup | None = None, *, first: float = 0.0, timeout_s: float = TIMEOUT_S
+    ) -> None:
+        self.control = control or Alone()
+        self.parameters = [nn.Parameter(torch.arange(float(size)) + first) for size in SIZES]
+        modules = [nn.ParameterList([parameter]) for parameter in self.parameters]
+        self.fragments = flatten(modules, device=torch.device("cpu"), pin_memory=False)
+        self.ledger = Ledger(self.fragments, self.control)
+        self.interval = Interval(SCHEDULE)
+        self.rank, self.journal, self.market = Rank(first), Journal(), Market()
+        trainee: Any = self.rank
+        self.publication = Publication(trainee, self.fragments, trainee)
+        peers: Any = self.market
+        journal: Any = self.journal
+        self.adoption = Adoption(
+            control=self.control,
+            peers=peers,
+            ledger=self.ledger,
+            interval=self.interval,
+            publication=self.publication,
+            trainee=trainee,
+            journal=journal,
+            timeout_s=timeout_s,
+        )
+        for parameter in self.parameters:
+            parameter.data += LEARNED
+        self.trains(OWN_TOKENS)
+
+    def trains(self, tokens: int) -> None:
+        self.interval.add(Trained(tokens=tokens, seconds=1.0))
+
+    def shows(self, outer_step: int) -> Snapshot:
+        self.publication.publish(self.ledger.header(outer_step))
+        self.publication.finish()
+        return self.rank.shown[-1]
+
+    def is_offered(self, snapshot: Snapshot | Exception, source: PeerState) -> None:
+        self.market.offers[source] = snapshot
+
+    def catch_up(self, source: PeerState, voted: tuple[int, int, Contribution] | None = None) -> Sync | None:
+        return self.adoption.catch_up(source, voted)
+
+    def everything(self) -> tuple[Any, ...]:
+        """What must be the same where nothing was taken over."""
+        return (
+            [parameter.tolist() for parameter in self.parameters],
+            [fragment.committed.hash() for fragment in self.fragments],
+            self.ledger.header(0),
+            self.rank.moment.tolist(),
+            self.rank.counter,
+            (self.rank.followed, self.rank.taken),
+            (self.interval.outer_step, self.interval.done, self.interval.unsettled),
+            [(shown.is_retired(INNER), shown.is_retired(OUTER)) for shown in self.rank.shown],
+        )
+
+
+def donor_at(outer_step: int, *, slot: int = DONOR, first: float = 100.0) -> tuple[PeerState, Snapshot]:
+    """A peer of one rank and what it shows; each fragment has an outer step behind it."""
+    replica = Replica(first=first)
+    for index, fragment in enumerate(replica.fragments):
+        fragment.candidate.anchor.copy_(fragment.committed.anchor + 10 * (index + 1))
+        fragment.candidate.momentum.fill_(index + 1.0)
+        part = fragment.candidate.hash()
+        state_hash = combine([replica.ledger.rank_hash_with(index, part)])
+        at = outer_step - len(SIZES) + 1 + index
+        replica.ledger.commit(at, index, part=part, state_hash=state_hash, members=[(slot, 0)])
+    state = PeerState(slot=slot, incarnation=0, outer_step=outer_step, state_hash=replica.ledger.state_hash)
+    return state, replica.shows(outer_step)
+
+
+def learned(replica: Replica) -> list[float]:
+    """What the parameters of each fragment are above their anchor."""
+    differences = []
+    for parameter, fragment in zip(replica.parameters, replica.fragments, strict=True):
+        values = set((parameter.detach() - fragment.committed.anchor).tolist())
+        assert len(values) == 1
+        differences.append(values.pop())
+    return differences
+
+
+def holds(replica: Replica, snapshot: Snapshot) -> bool:
+    """Whether the outer state is that of the snapshot."""
+    outer = snapshot.sections[OUTER]
+    return replica.ledger.is_sound() and all(
+        torch.equal(fragment.committed.anchor, outer[f"{index}.anchor"])
+        and torch.equal(fragment.committed.momentum, outer[f"{index}.momentum"])
+        for index, fragment in enumerate(replica.fragments)
+    )
+
+
+def contribution(replica: Replica, fragment: int) -> Contribution:
+    """All that the replica has trained so far."""
+    row = Row(
+        outer_step=0,
+        tokens=0,
+        weight_tokens=0,
+        finite=True,
+        state_hash=0,
+        slot=0,
+        incarnation=0,
+        step_us=0,
+        config_digest=0,
+        layout_digest=0,
+        id_base=0,
+        loss=1.0,
+        grad_norm=1.0,
+        inner_steps=0,
+    )
+    return Contribution(
+        fragment=fragment, row=row, trained=replica.interval.tokens, progress=torch.zeros(1, 4, dtype=torch.int64)
+    )
+
+
+# -- catching up -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("outer_step", "carried", "settled"),
+    [
+        (LAST - 3, [LEARNED, LEARNED], 0),
+        (LAST - 2, [LEARNED, LEARNED], 0),
+        # Of two fragments only one syncs once more: the other would keep for ever what only this replica has.
+        (LAST - 1, [LEARNED if index == (LAST - 1) % 2 else 0.0 for index in range(2)], 0),
+        (LAST, [0.0, 0.0], OWN_TOKENS),
+    ],
+)
+def test_own_progress_is_carried_into_what_still_syncs(outer_step: int, carried: list[float], settled: int) -> None:
+    replica = Replica()
+    source, snapshot = donor_at(outer_step)
+    replica.is_offered(snapshot, source)
+
+    sync = replica.catch_up(source)
+
+    assert sync == Sync(kind=SyncKind.CAUGHT_UP, outer_step=outer_step, tokens=settled)
+    assert holds(replica, snapshot)
+    assert learned(replica) == carried
+    assert replica.interval.unsettled == OWN_TOKENS - settled
+    assert (replica.interval.outer_step, replica.interval.done) == (outer_step, 0)
+    assert replica.ledger.state_hash == source.state_hash
+    assert replica.rank.followed == [False]
+    assert replica.journal.told == [("caught_up", outer_step, settled, DONOR)]
+    # The inner optimizer's own state stays.
+    assert replica.rank.moment.tolist() == [0.0] * 4
+    assert replica.rank.taken == []
+
+
+@pytest.mark.parametrize("fragment", [0, 1])
+def test_what_the_peer_has_already_is_not_carried(fragment: int) -> None:
+    replica = Replica()
+    source, snapshot = donor_at(LAST - 2)
+    replica.is_offered(snapshot, source)
+    step, state_hash = list(snapshot.header["history"].items())[fragment]
+    voted = int(step), state_hash, contribution(replica, fragment)
+    # Trained beside the sync, so no part of what was brought to it.
+    replica.trains(4)
+
+    sync = replica.catch_up(source, voted)
+
+    assert sync is not None
+    assert sync.tokens == OWN_TOKENS
+    assert holds(replica, snapshot)
+    assert learned(replica) == [0.0 if index == fragment else LEARNED for index in range(2)]
+    assert replica.interval.unsettled == 4
+    # The other fragment's next sync has all of it still to come.
+    assert [replica.interval.unsettled_of(index) for index in range(2)] == [
+        4 if index == fragment else OWN_TOKENS + 4 for index in range(2)
+    ]
+    assert replica.rank.followed == [True]
+    assert replica.journal.told == [("caught_up", LAST - 2, OWN_TOKENS, DONOR)]
+
+
+@pytest.mark.parametrize("other", ["hash", "step"])
+def test_a_candidate_that_came_to_nothing_is_in_nobodys_state(other: str) -> None:
+    replica = Replica()
+    source, snapshot = donor_at(LAST - 2)
+    replica.is_offered(snapshot, source)
+    step, state_hash = next(iter(snapshot.header["history"].items()))
+    voted = (int(step), state_hash + 1) if other == "hash" else (int(step) - 5, state_hash)
+
+    sync = replica.catch_up(source, (*voted, contribution(replica, 0)))
+
+    assert sync == Sync(kind=SyncKind.CAUGHT_UP, outer_step=LAST - 2, tokens=0)
+    assert learned(replica) == [LEARNED, LEARNED]
+    assert replica.interval.unsettled == OWN_TOKENS
+    assert replica.rank.followed == [False]
+
+
+def test_at_the_end_of_the_run_all_is_settled_although_one_fragment_had_it() -> None:
+    replica = Replica()
+    source, snapshot = donor_at(LAST)
+    replica.is_offered(snapshot, source)
+    step, state_hash = next(iter(snapshot.header["history"].items()))
+    voted = int(step), state_hash, contribution(replica, 0)
+    replica.trains(4)
+
+    sync = replica.catch_up(source, voted)
+
+    assert sync is not None
+    assert sync.tokens == OWN_TOKENS + 4
+    assert learned(replica) == [0.0, 0.0]
+    assert [replica.interval.unsettled_of(index) for index in range(2)] == [0, 0]
+
+
+def test_what_it_shows_is_withdrawn_before_a_peers_state_lies_there() -> None:
+    replica = Replica()
+    own = replica.shows(0)
+    source, snapshot = donor_at(LAST - 2)
+    replica.is_offered(snapshot, source)
+
+    replica.catch_up(source)
+
+    assert own.is_retired(INNER)
+    assert own.is_retired(OUTER)
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+def damaged(snapshot: Snapshot, name: str) -> Snapshot:
+    """With one bit of an outer tensor flipped."""
+    outer = {key: tensor.clone() for key, tensor in snapshot.sections[OUTER].items()}
+    outer[name].view(torch.int32)[0] ^= 1
+    return Snapshot(snapshot.header, {**snapshot.sections, OUTER: outer})
+
+
+def lacking(snapshot: Snapshot) -> Snapshot:
+    """With a fragment less."""
+    outer = {key: tensor for key, tensor in snapshot.sections[OUTER].items() if not key.startswith("1.")}
+    return Snapshot(snapshot.header, {**snapshot.sections, OUTER: outer})
+
+
+REFUSED: dict[str, Callable[[Snapshot], Snapshot | Exception]] = {
+    "anchor": lambda snapshot: damaged(snapshot, "0.anchor"),
+    "momentum": lambda snapshot: damaged(snapshot, "1.momentum"),
+    "lacking": lacking,
+    "gone": lambda snapshot: TransferFailed("the donor is gone"),
+}
+
+
+@pytest.mark.parametrize("way", ["catch_up", "heal"])
+@pytest.mark.parametrize("kind", REFUSED)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_state_that_is_not_the_one_named_on_one_rank_is_refused_on_all(way: str, kind: str, rank: int) -> None:
+    controls = together(2)
+    parts = [donor_at(LAST - 2, first=first)[1] for first in (100.0, 200.0)]
+    source = PeerState(
+        slot=DONOR,
+        incarnation=0,
+        outer_step=LAST - 2,
+        state_hash=combine([part.header["rank_hash"] for part in parts]),
+    )
+
+    def refuses(mine: int) -> bool:
+        replica = Replica(controls[mine], timeout_s=0.0)
+        replica.shows(0)
+        replica.is_offered(REFUSED[kind](parts[mine]) if mine == rank else parts[mine], source)
+        before = replica.everything()
+        taken = replica.catch_up(source) if way == "catch_up" else replica.adoption.heal_from_any(0, None)
+        assert replica.market.fetched
+        assert not [told for told in replica.journal.told if told[0] != "heal_started"]
+        return taken is None and replica.everything() == before
+
+    assert each(2, refuses) == [True, True]
+
+
+def test_the_same_state_whole_on_all_ranks_is_taken_by_all() -> None:
+    controls = together(2)
+    parts = [donor_at(LAST - 2, first=first)[1] for first in (100.0, 200.0)]
+    hashes = [part.header["rank_hash"] for part in parts]
+    source = PeerState(slot=DONOR, incarnation=0, outer_step=LAST - 2, state_hash=combine(hashes))
+
+    def takes(mine: int) -> bool:
+        replica = Replica(controls[mine])
+        replica.is_offered(parts[mine], source)
+        # Rank 0 finds the donor, and the others hear of it.
+        taken = replica.adoption.heal_from_any(0, None)
+        assert bool(replica.market.looks) is (mine == 0)
+        return taken is not None and holds(replica, parts[mine])
+
+    assert each(2, takes) == [True, True]
+
+
+def test_parts_of_two_states_are_no_state() -> None:
+    controls = together(2)
+    parts = [donor_at(LAST - 2, first=first)[1] for first in (100.0, 200.0)]
+    hashes = [part.header["rank_hash"] for part in parts]
+    source = PeerState(slot=DONOR, incarnation=0, outer_step=LAST - 2, state_hash=combine(hashes))
+
+    def swapped(mine: int) -> Sync | None:
+        replica = Replica(controls[mine])
+        replica.is_offered(parts[1 - mine], source)
+        return replica.catch_up(source)
+
+    assert each(2, swapped) == [None, None]
+
+
+# -- healing -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_heal_takes_everything_and_forgets_its_own() -> None:
+    replica = Replica()
+    own = replica.shows(0)
+    source, snapshot = donor_at(LAST - 2)
+    replica.is_offered(snapshot, source)
+
+    sync = replica.adoption.heal_from_any(0, None)
+
+    assert sync == Sync(kind=SyncKind.HEALED, outer_step=LAST - 2)
+    assert holds(replica, snapshot)
+    assert learned(replica) == [0.0, 0.0]
+    assert torch.equal(replica.rank.moment, snapshot.sections[INNER]["exp_avg"])
+    assert replica.rank.counter == 100.0
+    assert [replica.interval.unsettled_of(index) for index in range(2)] == [0, 0]
+    assert (replica.interval.outer_step, replica.interval.done, replica.interval.unsettled) == (LAST - 2, 0, 0)
+    size = 2 * 4 * sum(SIZES) + 4 * 4
+    assert replica.journal.told == [
+        ("heal_started", DONOR, LAST - 2),
+        ("heal_finished", DONOR, LAST - 2, size, snapshot.header["whole_hash"]),
+    ]
+    assert own.is_retired(INNER)
+    assert own.is_retired(OUTER)
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_after_one_donor_failed_another_is_asked(kind: str) -> None:
+    replica = Replica()
+    bad, bad_snapshot = donor_at(LAST - 2, slot=3)
+    good, good_snapshot = donor_at(LAST - 2, slot=4, first=300.0)
+    replica.is_offered(REFUSED[kind](bad_snapshot), bad)
+    replica.is_offered(good_snapshot, good)
+
+    sync = replica.adoption.heal_from_any(0, None)
+
+    assert sync == Sync(kind=SyncKind.HEALED, outer_step=LAST - 2)
+    assert replica.market.fetched == [3, 4]
+    assert holds(replica, good_snapshot)
+    assert [told[:2] for told in replica.journal.told] == [
+        ("heal_started", 3),
+        ("heal_started", 4),
+        ("heal_finished", 4),
+    ]
+
+
+@pytest.mark.parametrize("offered", [False, True])
+def test_the_search_for_a_donor_has_a_bound(offered: bool) -> None:
+    replica = Replica(timeout_s=0.0)
+    before = replica.everything()
+    if offered:
+        replica.is_offered(TransferFailed("gone"), donor_at(LAST - 2)[0])
+
+    assert replica.adoption.heal_from_any(0, None) is None
+
+    assert replica.everything() == before
+    assert bool(replica.market.fetched) is offered
+    assert replica.rank.lives >= 1
+
+
+def test_the_search_for_a_donor_goes_on_until_one_is_there() -> None:
+    replica = Replica()
+    source, snapshot = donor_at(LAST - 2)
+    # It lets itself be seen at the third look.
+    looks = replica.market.looks
+
+    def appears(at_least: int, among: Collection[int] | None = None, avoid: Collection[PeerState] = ()) -> Any:
+        if len(looks) == 2:
+            replica.is_offered(snapshot, source)
+        return Market.newest(replica.market, at_least, among, avoid)
+
+    replica.market.newest = appears  # type: ignore[method-assign]
+
+    assert replica.adoption.heal_from_any(0, None) is not None
+    assert looks == [(0, None)] * 3
+
+
+def test_only_a_donor_that_fits_is_asked() -> None:
+    replica = Replica(timeout_s=0.0)
+    for slot, outer_step in ((1, LAST - 2), (3, LAST - 3)):
+        source, snapshot = donor_at(outer_step, slot=slot)
+        replica.is_offered(snapshot, source)
+
+    assert replica.adoption.heal_from_any(LAST - 2, [3]) is None
+    assert replica.adoption.look(LAST - 3, [3]) is not None
+    assert replica.market.fetched == []
+    assert replica.adoption.heal_from_any(LAST - 2, [1, 3]) is not None
+    assert replica.market.fetched == [1]
+
+
+def test_a_state_that_differs_once_it_is_in_place_is_no_state() -> None:
+    replica = Replica()
+    source, snapshot = donor_at(LAST - 2)
+    replica.is_offered(snapshot, source)
+
+    def flip() -> None:
+        replica.rank.moment.view(torch.int32)[0] ^= 1
+
+    replica.rank.after_take = flip
+
+    with pytest.raises(NoPeerState, match="differs from the donor's"):
+        replica.adoption.heal_from_any(0, None)
+
+    assert [told[0] for told in replica.journal.told] == ["heal_started"]
+
+
+def test_moments_that_were_damaged_on_the_way_are_found() -> None:
+    replica = Replica()
+    source, snapshot = donor_at(LAST - 2)
+    inner = {name: tensor.clone() for name, tensor in snapshot.sections[INNER].items()}
+    inner["exp_avg"].view(torch.int32)[2] ^= 1
+    replica.is_offered(Snapshot(snapshot.header, {**snapshot.sections, INNER: inner}), source)
+
+    with pytest.raises(NoPeerState, match="differs from the donor's"):
+        replica.adoption.heal_from_any(0, None)
