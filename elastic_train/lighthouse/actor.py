@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 from monarch.actor import Actor, concurrent_endpoint
 
 from elastic_train.config import LighthouseConfig
@@ -23,8 +24,8 @@ class Listening:
     """``http://host:port``."""
     registry: str
     """``http://host:port``."""
-    pid: int
-    """Of the process that serves."""
+    process: tuple[int, float]
+    """Pid of the process that serves, and when it was made (unix seconds): together they name it for good."""
 
 
 class LighthouseActor(Actor):
@@ -55,7 +56,8 @@ class LighthouseActor(Actor):
         config = self._config
         self._registry = RegistryServer(config.host, 0, self._token)
         lighthouse = config.address or self._start_lighthouse()
-        return Listening(lighthouse=lighthouse, registry=self._registry.url, pid=os.getpid())
+        process = (os.getpid(), psutil.Process().create_time())
+        return Listening(lighthouse=lighthouse, registry=self._registry.url, process=process)
 
     @concurrent_endpoint
     async def serve(self) -> None:

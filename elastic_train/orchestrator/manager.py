@@ -20,7 +20,8 @@ from elastic_train.metrics import RunFold
 from elastic_train.orchestrator.control import ControlServer, Reply, Request
 from elastic_train.orchestrator.end import RunEnd
 from elastic_train.orchestrator.slot import ReplicaSlot, RunContext, SlotEnd
-from elastic_train.replica.watch.process_end import of_process
+from elastic_train.replica.watch.process_end import of_process, of_status
+from elastic_train.replica.watch.process_watch import ProcessWatch
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ class OrchestrationManager:
         self._slots = [ReplicaSlot(slot, run, self._others_live) for slot in slots]
         self._lighthouse: Any = None
         self._lighthouse_mesh: Any = None
+        self._lighthouse_watch: ProcessWatch | None = None
         self._control = ControlServer(self._answer)
         self._background: list[asyncio.Task[None]] = []
 
@@ -114,15 +116,20 @@ class OrchestrationManager:
     async def _lighthouse_lost(self) -> RunEnd:
         """Returns when the Lighthouse's process is gone: without it no replica ever gets a quorum again, and none
         that comes back finds the others."""
+        serving = asyncio.ensure_future(result(self._lighthouse.serve.call_one()))
+        watch = self._lighthouse_watch
         try:
-            await result(self._lighthouse.serve.call_one())
-        except Exception as error:
-            end = of_process(str(error))
-            cause, reason = (end.cause, end.error) if end else ("exception", str(error) or repr(error))
-            self._run.log.emit("lighthouse_lost", cause=cause, error=reason)
-            what = "the registry of the replicas" if self._run.config.lighthouse.address else "the Lighthouse"
-            return RunEnd(status="failed", cause=cause, reason=f"{what} is gone: {reason}")
-        raise AssertionError("serve never returns")
+            while not serving.done() and not (watch is not None and watch.ended):
+                await asyncio.wait({serving}, timeout=_LOOK_S)
+            said = str(serving.exception()) if serving.done() else "its process is gone"
+        finally:
+            serving.cancel()
+        status = watch.status() if watch is not None else None
+        end = of_status(status) if status is not None else of_process(said)
+        cause, reason = (end.cause, end.error) if end else ("exception", said)
+        self._run.log.emit("lighthouse_lost", cause=cause, error=reason)
+        what = "the registry of the replicas" if self._run.config.lighthouse.address else "the Lighthouse"
+        return RunEnd(status="failed", cause=cause, reason=f"{what} is gone: {reason}")
 
     async def _follow(self, slots: dict[asyncio.Task[SlotEnd], ReplicaSlot], release: asyncio.Task[Any]) -> RunEnd:
         """Wait for the slots to end; once one has trained to the end, the others soon must."""
@@ -197,8 +204,10 @@ class OrchestrationManager:
                 "set lighthouse.port to a free port, or to 0 for any"
             ) from error
         self._run.lighthouse, self._run.registry = listening.lighthouse, listening.registry
+        if self._run.scheduler.loopback:
+            self._lighthouse_watch = ProcessWatch(listening.process)
         if not settings.address:
-            self._run.log.emit("lighthouse_started", address=listening.lighthouse, pid=listening.pid)
+            self._run.log.emit("lighthouse_started", address=listening.lighthouse, pid=listening.process[0])
 
     async def _shut_down(self) -> None:
         for task in self._background:
@@ -214,6 +223,8 @@ class OrchestrationManager:
         if self._lighthouse is not None:
             await within(_STOP_S, self._lighthouse.shut_down.call_one(), "the Lighthouse does not stop")
             await within(_STOP_S, self._lighthouse_mesh.stop("the run ends"), "the Lighthouse's process does not end")
+        if self._lighthouse_watch is not None:
+            self._lighthouse_watch.close()
         await self._control.close()
 
     def _others_live(self, slot: int | None) -> int:

@@ -96,6 +96,8 @@ class Member:
         names = tuple(f"replica_{i}:x" for i in range(wire.world))
         self.formed = Formed(key=0xAB, number=3, replica_ids=names, rank=rank)
         self.seat = Seat(self.formed)
+        self.gave_up = False
+        self._abort, wire.abort = wire.abort, self._give_up  # type: ignore[method-assign]
         self.feedback = Feedback() if compression != "none" else None
         self.pilot = Pilot(
             quorum=self.seat,
@@ -110,6 +112,10 @@ class Member:
             guard=self._check,
             on_quorum=lambda number, rows: self.quorums.append((number, [row.slot for row in rows])),
         )
+
+    def _give_up(self) -> None:
+        self.gave_up = True
+        self._abort()
 
     def _pass(self, point: str) -> None:
         self.at_point(point)
@@ -224,6 +230,7 @@ def test_all_members_compute_the_weighted_step(world: int, weighting: str, store
         assert flown.progress is not None
         assert flown.progress.tolist() == [[sum(10**rank for rank in range(world))] * 4] * 2
         assert member.points == ["reduce"]
+        assert not member.gave_up
     assert len({flown.candidate for flown in ends}) == 1
 
 
@@ -423,6 +430,8 @@ def test_a_guard_that_says_no_leaves_everything_as_it_was(guarded: set[int]) -> 
         assert flown.candidate == 0
         assert flown.formed == quorum.members[rank].formed
         assert len(flown.rows) == 2
+        # So that nobody waits for it.
+        assert quorum.members[rank].gave_up
     assert [(member.agreed(), member.candidates()) for member in quorum.members] == before
 
 
