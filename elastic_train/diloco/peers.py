@@ -17,6 +17,7 @@ from elastic_train.peer_ckpt.snapshot import Snapshot
 logger = logging.getLogger(__name__)
 
 _PAUSE_S = 0.02
+_PATIENCE_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,11 +84,12 @@ class Peers:
         return next((state for state in newest if state.slot > self._slot), newest[0])
 
     def outer_step_of(self, slot: int, incarnation: int) -> int | None:
-        """The outer step of that incarnation; None if it does not answer."""
+        """The outer step of that incarnation; None if it does not answer, for which it gets time: who is only slow must
+        not be taken for gone."""
         entry = self._directory.peers().get(slot)
         if entry is None or entry.incarnation != incarnation:
             return None
-        status = self._client.status(entry.addresses[0])
+        status = self._client.status(entry.addresses[0], timeout_s=_PATIENCE_S)
         return None if status is None or status["incarnation"] != incarnation else int(status["outer_step"])
 
     def ask(self, slot: int, incarnation: int, attempt: str, dead: frozenset[int]) -> Answer | None:
