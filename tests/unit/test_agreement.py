@@ -15,13 +15,13 @@ from elastic_train.diloco.control import ReplicaBroken
 from elastic_train.diloco.doubt import Answer, Docket, Word
 from elastic_train.diloco.flat import combine
 from elastic_train.diloco.flight import Flown
-from elastic_train.diloco.metadata import Row, Standing, judge
+from elastic_train.diloco.metadata import Standing, judge
 from elastic_train.diloco.quorum import Formed
 from elastic_train.diloco.wire import WireError
+from tests.rows import NEWEST, ROW
 
 TIMEOUT_S = 30.0
 KEY = 0xAB
-NEWEST = 6
 ATTEMPT = "ab.7"
 
 Place = tuple[int, int]
@@ -201,22 +201,6 @@ class World:
         return slot in self.dead
 
 
-ROW = Row(
-    outer_step=NEWEST,
-    tokens=10,
-    weight_tokens=10,
-    finite=True,
-    state_hash=1,
-    slot=0,
-    incarnation=0,
-    step_us=1,
-    config_digest=1,
-    layout_digest=1,
-    id_base=0,
-    loss=1.0,
-    grad_norm=1.0,
-    inner_steps=5,
-)
 NOVOTE, ABORTED, UNKNOWN = Answer(word=Word.NOVOTE), Answer(word=Word.ABORTED), Answer(word=Word.UNKNOWN)
 
 

@@ -18,30 +18,14 @@ from elastic_train.diloco.outer import OuterOptimizer
 from elastic_train.diloco.quorum import Formed, QuorumCount, QuorumFailed, QuorumSeat
 from elastic_train.diloco.reduce import Feedback, Reducer
 from elastic_train.diloco.wire import Wire, WireError
+from tests.rows import NEWEST, ROW
 from tests.wires import CPU, Members, members
 
 TIMEOUT_S = 30.0
-NEWEST = 6
 SIZES = (11, 7)
 BUCKET_BYTES = 16
 TOKENS = (10, 30, 5)
 OUTER = OuterOptimizer(lr=0.7, momentum=0.9, nesterov=True, weight_decay=0.01)
-ROW = Row(
-    outer_step=NEWEST,
-    tokens=10,
-    weight_tokens=10,
-    finite=True,
-    state_hash=1,
-    slot=0,
-    incarnation=0,
-    step_us=1,
-    config_digest=1,
-    layout_digest=1,
-    id_base=0,
-    loss=1.0,
-    grad_norm=1.0,
-    inner_steps=5,
-)
 
 
 class Seat(QuorumSeat):

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from elastic_train.diloco.control import ControlGroup, Word
+from elastic_train.diloco.control import Word
 from elastic_train.diloco.engine import SyncFailed
 from elastic_train.diloco.lookout import Lookout, Watch
 from elastic_train.diloco.peers import PeerState
 from elastic_train.diloco.quorum import QuorumSeat
+from tests.controls import Alone
 from tests.waiting import wait_until
 
 TIMEOUT_S = 30.0
@@ -62,13 +63,6 @@ def test_the_first_look_is_not_at_once() -> None:
     wait_until(lambda: not watch._thread.is_alive())
 
     assert watch.found is None
-
-
-class Alone(ControlGroup):
-    """The control group of a replica of one rank, without a process group."""
-
-    def __init__(self) -> None:
-        self.rank, self.ranks, self._aborted = 0, 1, False
 
 
 class Led(Alone):
