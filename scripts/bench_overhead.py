@@ -30,6 +30,9 @@ class Round:
     plain: float
     elastic: float
     stock: float
+    elastic_sync: float = 0.0
+    """Of what came after the last inner step: waiting, sync, and taking it in."""
+    stock_sync: float = 0.0
 
     @property
     def overhead_pct(self) -> float:
@@ -59,6 +62,8 @@ def bench_overhead(config: str, sync_every: int, batch: int, rounds: int, as_jso
     \b
     overhead_pct, stock_overhead_pct   median over the rounds of the time above that of the plain stretch
     step_s_plain, step_s_elastic       seconds of an inner step, its share of the sync included
+    sync_s_elastic, sync_s_stock       seconds after the last inner step, the wait for the slower included: what
+                                       coordination adds, without the noise of the inner steps
 
     FLAGS are further flags of `elastic-train run`. Nothing else should use the machine meanwhile: it needs two cores.
 
@@ -92,12 +97,15 @@ def bench_overhead(config: str, sync_every: int, batch: int, rounds: int, as_jso
         ):
             for number in range(-1, rounds):
                 seconds: dict[str, float] = {}
+                syncs: dict[str, float] = {}
                 for arm in order(number):
                     for replica in running:
                         replica.send("stretch", arm)
-                    seconds[arm] = statistics.mean(replica.answer() for replica in running)
+                    answers = [replica.answer() for replica in running]
+                    seconds[arm] = statistics.mean(whole for whole, _ in answers)
+                    syncs[arm] = statistics.mean(sync for _, sync in answers)
                 if number >= 0:
-                    measured.append(Round(**seconds))
+                    measured.append(Round(**seconds, elastic_sync=syncs[ELASTIC], stock_sync=syncs[STOCK]))
                     click.echo(f"round {number}: {_in_words(seconds, sync_every)}", err=True)
     except RuntimeError as error:
         click.echo(str(error), err=True)
@@ -121,6 +129,8 @@ def summarize(rounds: Sequence[Round], sync_every: int) -> dict[str, Any]:
         "step_s_plain": round(plain / sync_every, 4),
         "step_s_elastic": round(statistics.median(r.elastic for r in rounds) / sync_every, 4),
         "step_s_stock": round(statistics.median(r.stock for r in rounds) / sync_every, 4),
+        "sync_s_elastic": round(statistics.median(r.elastic_sync for r in rounds), 4),
+        "sync_s_stock": round(statistics.median(r.stock_sync for r in rounds), 4),
         "sync_every": sync_every,
         "rounds": [{arm: round(getattr(r, arm), 4) for arm in ARMS} for r in rounds],
         "note": f"{_REPLICAS} replicas, each on one of {os.cpu_count()} cores",

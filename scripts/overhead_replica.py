@@ -185,13 +185,14 @@ class _Stage:
         for arm in (ELASTIC, STOCK):
             self._engines[arm].enter()
 
-    def stretch(self, arm: str) -> float:
-        """Train one interval and what ends it; seconds it took."""
+    def stretch(self, arm: str) -> tuple[float, float]:
+        """Train one interval and what ends it; seconds of it all, and of what came after the last inner step."""
         trainer, engine = self._trainer, self._engines[arm]
         trainer.engine = engine
         began = time.monotonic()
         while not engine.due:
             trainer.inner_step(self._batches)
+        trained = time.monotonic()
         sync = engine.sync()
         if arm != PLAIN:
             if not sync.committed:
@@ -199,7 +200,7 @@ class _Stage:
             trainer.settle(sync)
             # The copy of the moments would go on beside the first step of the next stretch.
             engine.before_optimizer()
-        return time.monotonic() - began
+        return time.monotonic() - began, time.monotonic() - trained
 
 
 def _alone(schedule: OuterSchedule) -> OuterSync:
