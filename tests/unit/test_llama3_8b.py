@@ -100,4 +100,6 @@ def test_its_fragments_hold_the_whole_model(built: Built) -> None:
     sizes = [sum(parameter.numel() for parameter in group.parameters()) for group in split([built.model], 4)]
 
     assert sum(sizes) == PARAMETERS
-    assert sizes[1] == sizes[2] < min(sizes[0], sizes[3])
+    # Nothing but the embedding and the output projection, which cannot be divided, stands between them.
+    embedding = built.model.get_parameter("tok_embeddings.weight").numel()
+    assert max(sizes) - min(sizes) <= embedding
