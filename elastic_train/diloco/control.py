@@ -61,6 +61,14 @@ class ControlGroup:
             dist.all_gather(rows, mine, group=self._group)
         return [row.tolist() for row in rows]
 
+    def all(self, holds: bool) -> bool:
+        """Whether something holds on every rank."""
+        return all(row[0] for row in self.gather([int(holds)]))
+
+    def any(self, holds: bool) -> bool:
+        """Whether something holds on any rank."""
+        return any(row[0] for row in self.gather([int(holds)]))
+
     def word(self, row: Sequence[int]) -> Word:
         """Let rank 0 tell its ``row`` of int64 to all, without waiting. The others' rows give only the length."""
         self._check()

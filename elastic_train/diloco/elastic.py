@@ -233,7 +233,7 @@ class ElasticEngine(OuterSync):
             self._journal.retried(self.outer_step + 1, max(attempt, 1), cause, time.monotonic() - arrived)
             # Syncs fail for everybody at once. If all gave up at once, nobody would be left with the run's state.
             place = flown.formed.rank if flown.formed is not None else 0
-            if any(row[0] for row in self._control.gather([int(attempt > self._config.max_retries + place)])):
+            if self._control.any(attempt > self._config.max_retries + place):
                 raise SyncFailed(f"{attempt} attempts at outer step {self.outer_step + 1} failed, the last: {cause}")
             if guarded:
                 self._pause.wait(ANXIOUS_S)
@@ -321,8 +321,7 @@ class ElasticEngine(OuterSync):
             return
         fragment = self._ledger.fragments[mine.fragment]
         sound = fragment.is_finite() if mine.stored is None else bool(torch.isfinite(mine.stored.sum()))
-        finite = all(row[0] for row in self._control.gather([int(sound)]))
-        self._contribution = replace(mine, row=replace(mine.row, finite=finite))
+        self._contribution = replace(mine, row=replace(mine.row, finite=self._control.all(sound)))
 
     def _store(self, fragment: FlatFragment) -> torch.Tensor:
         """The pseudo-gradient as it is now, in a buffer that is made once: one fragment is in flight at a time."""
@@ -382,7 +381,7 @@ class ElasticEngine(OuterSync):
         """Take back an attempt that still waits for its quorum, on all ranks or on none; its request stays."""
         flight, mine = self._flight, self._contribution
         recalled = flight is None or flight.recall()
-        if all(row[0] for row in self._control.gather([int(recalled)])):
+        if self._control.all(recalled):
             self._flight = self._contribution = None
             return True
         if flight is not None and recalled:
@@ -497,16 +496,13 @@ class ElasticEngine(OuterSync):
 
     def _after_abort(self, flown: Flown) -> Sync | None:
         """What was averaged may not be finite because an anchor that somebody subtracts from is not."""
-        suspicious = isinstance(flown.error, NonFiniteMean)
-        if not any(row[0] for row in self._control.gather([int(suspicious)])):
-            return None
-        if all(row[0] for row in self._control.gather([int(self._ledger.is_sound())])):
+        if not self._control.any(isinstance(flown.error, NonFiniteMean)) or self._control.all(self._ledger.is_sound()):
             return None
         return self._fence("diverged", Diverged, self.outer_step, None)
 
     def _after_mismatch(self, landed: Landed) -> Sync | None:
         """The same data gave different candidates: the memory of one of them is not what was agreed on."""
-        if not all(row[0] for row in self._control.gather([int(self._ledger.is_sound())])):
+        if not self._control.all(self._ledger.is_sound()):
             return self._fence("diverged", Diverged, self.outer_step, None)
         self._mismatches += 1
         if self._mismatches > 1 and landed.in_minority:

@@ -74,6 +74,3 @@ class SyncJournal(Protocol):
 
     def caught_up(self, outer_step: int, tokens: int, donor: int) -> None:
         """It took the outer state of a peer that was ahead; ``tokens`` of its own are already in it."""
-
-    def note(self, text: str) -> None:
-        """Something that a reader of the log should know."""

@@ -109,13 +109,18 @@ class ReplicaManager(Manager):
         return passed
 
 
+def _backend(backend: str, device: Device) -> str:
+    """What ``diloco.backend`` comes to on a device: gloo or nccl."""
+    return device.backend if backend == "auto" else backend
+
+
 def make_group(backend: str, device: Device, timeout_s: float) -> ProcessGroup:
     """The reconfigurable group of one rank with its peers. ``backend``: auto, gloo or nccl.
 
     Raises:
         ConfigError: nccl was asked for without an accelerator.
     """
-    chosen = device.backend if backend == "auto" else backend
+    chosen = _backend(backend, device)
     if chosen == "nccl" and device.kind == "cpu":
         raise ConfigError('diloco.backend = "nccl" needs an accelerator; use "gloo" or "auto"')
     group = ProcessGroupNCCL if chosen == "nccl" else ProcessGroupGloo
@@ -124,7 +129,7 @@ def make_group(backend: str, device: Device, timeout_s: float) -> ProcessGroup:
 
 def wire_device(backend: str, device: Device, accelerator: torch.device) -> torch.device:
     """Where the tensors of the group of ``make_group`` must be: gloo's on the host, NCCL's on the accelerator."""
-    chosen = device.backend if backend == "auto" else backend
+    chosen = _backend(backend, device)
     return accelerator if chosen == "nccl" else torch.device("cpu")
 
 

@@ -14,7 +14,6 @@ from elastic_train.diloco.flat import combine, flatten
 from elastic_train.diloco.flight import Contribution
 from elastic_train.diloco.interval import Interval
 from elastic_train.diloco.ledger import Ledger
-from elastic_train.diloco.metadata import Row
 from elastic_train.diloco.peers import PeerState
 from elastic_train.diloco.publication import INNER, OUTER, Publication
 from elastic_train.diloco.schedule import OuterSchedule
@@ -22,6 +21,7 @@ from elastic_train.peer_ckpt.client import TransferFailed
 from elastic_train.peer_ckpt.shards import load_tensors
 from elastic_train.peer_ckpt.snapshot import Snapshot
 from tests.controls import Alone, each, together
+from tests.rows import ROW
 
 TIMEOUT_S = 30.0
 SIZES = (3, 2)
@@ -207,24 +207,8 @@ def holds(replica: Replica, snapshot: Snapshot) -> bool:
 
 def contribution(replica: Replica, fragment: int) -> Contribution:
     """All that the replica has trained so far."""
-    row = Row(
-        outer_step=0,
-        tokens=0,
-        weight_tokens=0,
-        finite=True,
-        state_hash=0,
-        slot=0,
-        incarnation=0,
-        step_us=0,
-        config_digest=0,
-        layout_digest=0,
-        id_base=0,
-        loss=1.0,
-        grad_norm=1.0,
-        inner_steps=0,
-    )
     return Contribution(
-        fragment=fragment, row=row, trained=replica.interval.tokens, progress=torch.zeros(1, 4, dtype=torch.int64)
+        fragment=fragment, row=ROW, trained=replica.interval.tokens, progress=torch.zeros(1, 4, dtype=torch.int64)
     )
 
 
