@@ -12,7 +12,6 @@ from collections.abc import Collection, Sequence
 
 from elastic_train.diloco.control import ControlGroup
 from elastic_train.diloco.engine import NoPeerState, Sync, SyncKind
-from elastic_train.diloco.flat import combine
 from elastic_train.diloco.flight import Contribution
 from elastic_train.diloco.interval import Interval
 from elastic_train.diloco.ledger import Ledger, parts_of
@@ -20,7 +19,7 @@ from elastic_train.diloco.peers import NOBODY, Peers, PeerState
 from elastic_train.diloco.publication import INNER, OUTER, Publication, whole_hash
 from elastic_train.diloco.trainee import SyncJournal, Trainee
 from elastic_train.peer_ckpt.client import TransferFailed
-from elastic_train.peer_ckpt.shards import tensor_bytes
+from elastic_train.peer_ckpt.shards import combine, tensor_bytes
 from elastic_train.peer_ckpt.snapshot import Snapshot
 
 logger = logging.getLogger(__name__)

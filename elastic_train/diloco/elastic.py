@@ -33,7 +33,7 @@ from elastic_train.diloco.engine import (
     SyncKind,
     Trained,
 )
-from elastic_train.diloco.flat import FlatFragment, combine
+from elastic_train.diloco.flat import FlatFragment
 from elastic_train.diloco.flight import Contribution, Flight, Flown, Guarded, NonFiniteMean, Pilot
 from elastic_train.diloco.interval import Interval
 from elastic_train.diloco.ledger import Ledger
@@ -52,6 +52,7 @@ from elastic_train.diloco.weights import weighted_mean
 from elastic_train.diloco.wire import Wire
 from elastic_train.peer_ckpt.client import PeerClient
 from elastic_train.peer_ckpt.directory import Directory
+from elastic_train.peer_ckpt.shards import combine, hash_text
 
 _END_S = 15.0
 """From the end of a process to when its peers know of it, at most."""
@@ -247,7 +248,7 @@ class ElasticEngine(OuterSync):
         self._presence.show(self.outer_step, self._ledger.state_hash)
 
     def anchor_hash(self, gather: Callable[[int], list[int]]) -> str:
-        return f"{self._ledger.state_hash & (2**64 - 1):016x}"
+        return hash_text(self._ledger.state_hash)
 
     def anchor(self) -> dict[str, torch.Tensor]:
         return {str(index): fragment.committed.anchor for index, fragment in enumerate(self._ledger.fragments)}

@@ -37,14 +37,6 @@ class OuterState:
         return int.from_bytes(digest.digest(), "big", signed=True)
 
 
-def combine(hashes: Sequence[int]) -> int:
-    """One signed 64-bit hash of several, in their order (xxh3)."""
-    digest = xxhash.xxh3_64()
-    for value in hashes:
-        digest.update(value.to_bytes(8, "big", signed=True))
-    return int.from_bytes(digest.digest(), "big", signed=True)
-
-
 class FlatFragment:
     """The parameters of one fragment, as a flat range of numbers, and their outer state."""
 

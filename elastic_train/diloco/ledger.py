@@ -6,9 +6,10 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from elastic_train.diloco.control import ControlGroup
-from elastic_train.diloco.flat import FlatFragment, OuterState, combine
+from elastic_train.diloco.flat import FlatFragment, OuterState
 from elastic_train.diloco.publication import OUTER
 from elastic_train.diloco.quorum import QuorumCount
+from elastic_train.peer_ckpt.shards import combine
 from elastic_train.peer_ckpt.snapshot import Snapshot
 
 _HISTORY = 8

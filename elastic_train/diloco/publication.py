@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from elastic_train.device import side_stream
-from elastic_train.diloco.flat import FlatFragment, combine
+from elastic_train.diloco.flat import FlatFragment
 from elastic_train.diloco.trainee import Trainee
 from elastic_train.peer_ckpt.server import PeerServer
-from elastic_train.peer_ckpt.shards import export_tensors, hash_tensors
+from elastic_train.peer_ckpt.shards import combine, export_tensors, hash_tensors
 from elastic_train.peer_ckpt.snapshot import Snapshot
 
 _HOST = torch.device("cpu")

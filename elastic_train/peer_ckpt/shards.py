@@ -130,9 +130,19 @@ def hash_tensors(tensors: Mapping[str, torch.Tensor]) -> int:
     return int.from_bytes(digest.digest(), "big", signed=True)
 
 
-def combine_hashes(rank_hashes: Iterable[int]) -> str:
-    """One hash for a replica, from the hashes of its ranks in rank order."""
+def combine(hashes: Iterable[int]) -> int:
+    """One signed 64-bit hash of several, in their order (xxh3)."""
     digest = xxhash.xxh3_64()
-    for value in rank_hashes:
+    for value in hashes:
         digest.update(value.to_bytes(8, "big", signed=True))
-    return digest.hexdigest()
+    return int.from_bytes(digest.digest(), "big", signed=True)
+
+
+def combine_hashes(rank_hashes: Iterable[int]) -> str:
+    """One hash for a replica, from the hashes of its ranks in rank order, as the log shows it."""
+    return hash_text(combine(rank_hashes))
+
+
+def hash_text(value: int) -> str:
+    """A signed 64-bit hash as the log shows it."""
+    return f"{value & (2**64 - 1):016x}"

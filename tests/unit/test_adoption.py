@@ -10,7 +10,7 @@ from torch import nn
 from elastic_train.diloco.adoption import Adoption
 from elastic_train.diloco.control import ControlGroup
 from elastic_train.diloco.engine import NoPeerState, Sync, SyncKind, Trained
-from elastic_train.diloco.flat import combine, flatten
+from elastic_train.diloco.flat import flatten
 from elastic_train.diloco.flight import Contribution
 from elastic_train.diloco.interval import Interval
 from elastic_train.diloco.ledger import Ledger
@@ -18,7 +18,7 @@ from elastic_train.diloco.peers import PeerState
 from elastic_train.diloco.publication import INNER, OUTER, Publication
 from elastic_train.diloco.schedule import OuterSchedule
 from elastic_train.peer_ckpt.client import TransferFailed
-from elastic_train.peer_ckpt.shards import load_tensors
+from elastic_train.peer_ckpt.shards import combine, load_tensors
 from elastic_train.peer_ckpt.snapshot import Snapshot
 from tests.controls import Alone, each, together
 from tests.rows import ROW

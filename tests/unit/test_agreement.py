@@ -13,11 +13,11 @@ from elastic_train.diloco.agreement import Agreement, Landed, Landing
 from elastic_train.diloco.ballot import Choice, Vote
 from elastic_train.diloco.control import ReplicaBroken
 from elastic_train.diloco.doubt import Answer, Docket, Word
-from elastic_train.diloco.flat import combine
 from elastic_train.diloco.flight import Flown
 from elastic_train.diloco.metadata import Standing, judge
 from elastic_train.diloco.quorum import Formed
 from elastic_train.diloco.wire import WireError
+from elastic_train.peer_ckpt.shards import combine
 from tests.rows import NEWEST, ROW
 
 TIMEOUT_S = 30.0

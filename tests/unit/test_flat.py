@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from elastic_train.diloco.flat import FlatFragment, OuterState, combine, flatten
-from elastic_train.peer_ckpt.shards import StateMismatch
+from elastic_train.diloco.flat import FlatFragment, OuterState, flatten
+from elastic_train.peer_ckpt.shards import StateMismatch, combine
 
 CPU = torch.device("cpu")
 Shape = tuple[int, ...]

@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from elastic_train.diloco.control import ControlGroup
-from elastic_train.diloco.flat import combine, flatten
+from elastic_train.diloco.flat import flatten
 from elastic_train.diloco.ledger import Ledger, parts_of
 from elastic_train.diloco.publication import OUTER
 from elastic_train.diloco.quorum import Formed
-from elastic_train.peer_ckpt.shards import StateMismatch
+from elastic_train.peer_ckpt.shards import StateMismatch, combine
 from elastic_train.peer_ckpt.snapshot import Snapshot
 from tests.controls import Alone, each, together
 

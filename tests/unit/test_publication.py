@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from elastic_train.diloco.flat import FlatFragment, combine, flatten
+from elastic_train.diloco.flat import FlatFragment, flatten
 from elastic_train.diloco.publication import INNER, OUTER, Publication, whole_hash
 from elastic_train.peer_ckpt.client import PeerClient
 from elastic_train.peer_ckpt.server import PeerServer
-from elastic_train.peer_ckpt.shards import hash_tensors
+from elastic_train.peer_ckpt.shards import combine, hash_tensors
 from elastic_train.peer_ckpt.snapshot import Snapshot
 
 HOST = "127.0.0.1"
