@@ -36,11 +36,15 @@ def weighted_mean(values: Sequence[float | None], tokens: Sequence[int]) -> floa
     """The mean of what members report for the log, by tokens; without those that report nothing finite.
 
     Returns:
-        None if nobody with tokens reports anything.
+        Never below the least or above the greatest of what is averaged; None if nobody with tokens reports anything.
 
     Raises:
         ValueError: sequences of different lengths.
     """
     known = [(v, n) for v, n in zip(values, tokens, strict=True) if v is not None and math.isfinite(v) and n > 0]
     total = sum(n for _, n in known)
-    return math.fsum(v * (n / total) for v, n in known) if known else None
+    if not known:
+        return None
+    values = [v for v, _ in known]
+    # The products are rounded before they are added, tiny values even to 0.
+    return min(max(math.fsum(v * (n / total) for v, n in known), min(values)), max(values))
