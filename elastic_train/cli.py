@@ -84,7 +84,7 @@ def cli() -> None:
     """Trains one LLM on many machines and does not stop when some of them die."""
 
 
-def _run(config: Path, run_dir: Path | None, **flags: str | None) -> int:
+def _run(config: Path, run_dir: Path | None, resume: Path | None, **flags: str | None) -> int:
     """Trains what CONFIG, a TOML file, says.
 
     Each key of the config is also a flag, over the file: a TOML value, or a bare word for a string.
@@ -97,7 +97,7 @@ def _run(config: Path, run_dir: Path | None, **flags: str | None) -> int:
     from elastic_train.orchestrator.run import run
 
     view = LiveView()
-    end = run(loaded.config, loaded.notes, name=config.stem, run_dir=run_dir, view=view)
+    end = run(loaded.config, loaded.notes, name=config.stem, run_dir=run_dir, resume=resume, view=view)
     for line in summary_lines(view.fold):
         click.echo(line)
     if end.status == "failed":
@@ -117,6 +117,12 @@ cli.add_command(
                 ["--run_dir"],
                 type=_FOLDER,
                 help="Folder of the run. [default: a new one under job.dump_folder]",
+            ),
+            click.Option(
+                ["--resume"],
+                type=_FOLDER,
+                metavar="RUN_DIR",
+                help="Go on from the newest sound snapshot of that run, with as many replicas as CONFIG says.",
             ),
             *(ConfigOption(key) for key in keys().values()),
         ],

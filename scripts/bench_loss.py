@@ -26,6 +26,7 @@ ARMS: Mapping[str, tuple[str, ...]] = {
     "int8": ("--diloco.compression", "int8"),
     "int4": ("--diloco.compression", "int4"),
     "overlap": ("--diloco.overlap_steps", "5", "--diloco.merge_alpha", "0.5"),
+    "overlap_replaced": ("--diloco.overlap_steps", "5"),
     "fragments": ("--diloco.fragments", "2"),
     KILLS: (),
 }

@@ -31,7 +31,7 @@ class Round:
     elastic: float
     stock: float
     elastic_sync: float = 0.0
-    """Of what came after the last inner step: waiting, sync, and taking it in."""
+    """Of what came after the last inner step without the wait for the slower: sync, and taking it in."""
     stock_sync: float = 0.0
 
     @property
@@ -62,8 +62,9 @@ def bench_overhead(config: str, sync_every: int, batch: int, rounds: int, as_jso
     \b
     overhead_pct, stock_overhead_pct   median over the rounds of the time above that of the plain stretch
     step_s_plain, step_s_elastic       seconds of an inner step, its share of the sync included
-    sync_s_elastic, sync_s_stock       seconds after the last inner step, the wait for the slower included: what
-                                       coordination adds, without the noise of the inner steps
+    sync_s_elastic, sync_s_stock       seconds after the last inner step, without the wait for the slower: the work
+                                       that coordination adds, which the noise of the inner steps does not touch
+    sync_pct, stock_sync_pct           the same, of the time of the plain stretch
 
     FLAGS are further flags of `elastic-train run`. Nothing else should use the machine meanwhile: it needs two cores.
 
@@ -131,6 +132,8 @@ def summarize(rounds: Sequence[Round], sync_every: int) -> dict[str, Any]:
         "step_s_stock": round(statistics.median(r.stock for r in rounds) / sync_every, 4),
         "sync_s_elastic": round(statistics.median(r.elastic_sync for r in rounds), 4),
         "sync_s_stock": round(statistics.median(r.stock_sync for r in rounds), 4),
+        "sync_pct": round(statistics.median(100 * r.elastic_sync / r.plain for r in rounds), 3),
+        "stock_sync_pct": round(statistics.median(100 * r.stock_sync / r.plain for r in rounds), 3),
         "sync_every": sync_every,
         "rounds": [{arm: round(getattr(r, arm), 4) for arm in ARMS} for r in rounds],
         "note": f"{_REPLICAS} replicas, each on one of {os.cpu_count()} cores",
@@ -150,11 +153,12 @@ def _in_words(seconds: dict[str, float], sync_every: int) -> str:
 
 def _show(figures: dict[str, Any]) -> None:
     table = Table(title=f"One sync every {figures['sync_every']} inner steps ({figures['note']})", box=None)
-    for name in ("", "seconds a step", "overhead"):
+    for name in ("", "seconds a step", "overhead", "work of the sync"):
         table.add_column(name, justify="right" if name else "left")
-    table.add_row("uncoordinated", f"{figures['step_s_plain']:.4f}", "")
-    table.add_row("elastic", f"{figures['step_s_elastic']:.4f}", f"{figures['overhead_pct']:.2f} %")
-    table.add_row("stock torchft DiLoCo", f"{figures['step_s_stock']:.4f}", f"{figures['stock_overhead_pct']:.2f} %")
+    table.add_row("uncoordinated", f"{figures['step_s_plain']:.4f}", "", "")
+    for name, arm, prefix in (("elastic", ELASTIC, ""), ("stock torchft DiLoCo", STOCK, "stock_")):
+        shares = [f"{figures[f'{prefix}{share}']:.2f} %" for share in ("overhead_pct", "sync_pct")]
+        table.add_row(name, f"{figures[f'step_s_{arm}']:.4f}", *shares)
     show_table(table)
 
 

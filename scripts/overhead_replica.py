@@ -186,7 +186,8 @@ class _Stage:
             self._engines[arm].enter()
 
     def stretch(self, arm: str) -> tuple[float, float]:
-        """Train one interval and what ends it; seconds of it all, and of what came after the last inner step."""
+        """Train one interval and what ends it; seconds of it all, and of what came after the last inner step, without
+        the wait for the slower replica."""
         trainer, engine = self._trainer, self._engines[arm]
         trainer.engine = engine
         began = time.monotonic()
@@ -200,7 +201,7 @@ class _Stage:
             trainer.settle(sync)
             # The copy of the moments would go on beside the first step of the next stretch.
             engine.before_optimizer()
-        return time.monotonic() - began, time.monotonic() - trained
+        return time.monotonic() - began, time.monotonic() - trained - sync.wait_s
 
 
 def _alone(schedule: OuterSchedule) -> OuterSync:

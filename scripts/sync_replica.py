@@ -313,6 +313,7 @@ def _row(rank: int, tokens: int) -> Row:
         loss=math.nan,
         grad_norm=math.nan,
         inner_steps=1,
+        retired=0,
     )
 
 

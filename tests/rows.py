@@ -18,4 +18,5 @@ ROW = Row(
     loss=1.0,
     grad_norm=1.0,
     inner_steps=5,
+    retired=0,
 )

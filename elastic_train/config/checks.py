@@ -67,6 +67,11 @@ _SHORTER: tuple[tuple[str, str, str], ...] = (
         "a replica must not be ended while it still may receive its state",
     ),
     (
+        "peer_ckpt.idle_timeout_s",
+        "peer_ckpt.timeout_s",
+        "another donor must get the time to take over",
+    ),
+    (
         "debug.min_step_s",
         "recovery.hang_timeout_s",
         "a step must not count as hanging",
@@ -79,6 +84,14 @@ _STOCK: tuple[tuple[str, str, str], ...] = (
     ("diloco.interval", "steps", "counts inner steps alone"),
     ("diloco.compression", "none", "exchanges what there is unrounded"),
     ("diloco.anchor_device", "host", "keeps its anchor on the host"),
+    ("peer_ckpt.transport", "http", "takes a state inside the quorum, by torchft's own transport"),
+)
+
+# Far above what helps, and below what hurts.
+_AT_MOST: tuple[tuple[str, int], ...] = (
+    ("peer_ckpt.donors", 8),
+    ("peer_ckpt.streams", 16),
+    ("peer_ckpt.snapshots", 2),
 )
 
 
@@ -88,6 +101,7 @@ def check(config: RunConfig) -> list[Problem]:
         *unsupported(config),
         *_timeouts(config),
         *_outer_sync(config),
+        *_peer_ckpt(config),
         *_replicas(config),
         *_parallelism(config),
         *_training(config),
@@ -157,6 +171,23 @@ def _outer_sync(config: RunConfig) -> Iterator[Problem]:
                     f'{said(key)} is not supported by diloco.engine = "torchft", which {what}: '
                     f"set it to {value_text(only)}",
                 )
+
+
+def _peer_ckpt(config: RunConfig) -> Iterator[Problem]:
+    said = partial(_said, config)
+    for key, most in _AT_MOST:
+        if value_of(config, key) > most:
+            yield Problem((key,), f"{said(key)} is too much: set it to {most} at most")
+    if config.diloco.engine == "elastic" and config.peer_ckpt.transport == "http":
+        yield Problem(
+            ("peer_ckpt.transport", "diloco.engine"),
+            f'{said("peer_ckpt.transport")} is torchft\'s transport, which takes diloco.engine = "torchft": '
+            'set peer_ckpt.transport = "tcp"',
+        )
+    files = ("peer_ckpt.tls_certificate", "peer_ckpt.tls_key", "peer_ckpt.tls_authority")
+    missing = [key for key in files if not value_of(config, key)]
+    if 0 < len(missing) < len(files):
+        yield Problem(files, f"TLS between peers needs all of {', '.join(files)}: set {', '.join(missing)}")
 
 
 def _replicas(config: RunConfig) -> Iterator[Problem]:

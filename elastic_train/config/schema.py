@@ -160,18 +160,40 @@ class DilocoConfig:
 class PeerCkptConfig:
     """How a returning replica gets its state from a living one."""
 
-    transport: Literal["http"] = "http"
-    """What carries the state."""
+    transport: Literal["tcp", "http"] = "tcp"
+    """What carries the state: our own wire, or torchft's, which ``diloco.engine = "torchft"`` uses and no other."""
 
     timeout_s: Positive = 300.0
     """Bound on receiving the whole state."""
 
+    idle_timeout_s: Positive = 10.0
+    """How long a donor may send nothing before another takes its place."""
+
+    donors: PositiveInt = 2
+    """Peers that give a joiner its state together. At most 8."""
+
+    streams: PositiveInt = 2
+    """Connections to each donor. At most 16."""
+
+    snapshots: PositiveInt = 2
+    """Outer steps that a rank can be asked for at the same time, 1 or 2: with 1 a joiner must have the moments of the
+    inner optimizer within one interval, with 2 within two. Each costs the host memory of those moments."""
+
     http_chunks: Count = 0
-    """Parts in which the state is fetched at the same time; 0: in one piece."""
+    """Parts in which torchft's transport fetches the state at the same time; 0: in one piece."""
 
     advertise_host: str = ""
-    """Name or address under which peers reach this host; empty: loopback with the local scheduler, else the
-    host's name."""
+    """Name or address at which a host listens for its peers, and under which they reach it; empty: loopback with the
+    local scheduler, else the host's name."""
+
+    tls_certificate: str = ""
+    """PEM file with the certificate that every process shows; empty: what peers send each other is not encrypted."""
+
+    tls_key: str = ""
+    """PEM file with its private key."""
+
+    tls_authority: str = ""
+    """PEM file with the certificate of the authority that must have signed the other side's."""
 
 
 @section

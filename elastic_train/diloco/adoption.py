@@ -1,6 +1,6 @@
-"""Taking over a peer's state: the whole of it into a replica that has none, or the outer state of one that is ahead.
+"""Taking over a state: the whole of it into a replica that has none, or the outer state of those that are ahead.
 
-All ranks take their own part from the same rank of one peer, and either all of them use it or none does.
+Each rank takes its own part from the same rank of the donors, and either all of them use it or none does.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from elastic_train.diloco.engine import NoPeerState, Sync, SyncKind
 from elastic_train.diloco.flight import Contribution
 from elastic_train.diloco.interval import Interval
 from elastic_train.diloco.ledger import Ledger, parts_of
-from elastic_train.diloco.peers import NOBODY, Peers, PeerState
+from elastic_train.diloco.peers import NO_OFFER, Member, Offer, Peers, by_slot
 from elastic_train.diloco.publication import INNER, OUTER, Publication, whole_hash
 from elastic_train.diloco.trainee import SyncJournal, Trainee
-from elastic_train.peer_ckpt.client import TransferFailed
-from elastic_train.peer_ckpt.shards import combine, tensor_bytes
+from elastic_train.peer_ckpt.client import Fetched, TransferFailed
+from elastic_train.peer_ckpt.shards import combine
 from elastic_train.peer_ckpt.snapshot import Snapshot
 
 logger = logging.getLogger(__name__)
@@ -56,55 +56,55 @@ class Adoption:
         self._timeout_s = timeout_s
         self._pause = threading.Event()
 
-    def look(self, at_least: int, among: Sequence[int] | None, avoid: Collection[PeerState] = ()) -> PeerState | None:
-        """Rank 0's word on the newest peer, if one is at that outer step; waits a moment if there is none."""
+    def look(self, at_least: int, among: Sequence[int] | None, avoid: Collection[Member] = ()) -> Offer | None:
+        """Rank 0's word on the newest state that is to be had, if it is of that outer step; waits a moment if not."""
         self._trainee.alive()
-        row = NOBODY.to_ints()
+        row = NO_OFFER
         if self._control.rank == 0:
-            found = self._peers.newest(at_least, among, avoid)
+            found = self._peers.offer(at_least, among, avoid)
             if found is not None:
                 row = found.to_ints()
             else:
                 self._pause.wait(_LOOK_S)
-        source = PeerState.from_ints(self._control.word(row).heard())
-        return source if source.outer_step >= 0 else None
+        return Offer.from_ints(self._control.word(row).heard())
 
     def heal_from_any(self, at_least: int, among: Sequence[int] | None) -> Sync | None:
-        """Take the whole state of the newest peer; None if none gave it in time.
+        """Take the newest whole state; None if nobody gave it in time.
 
         Raises:
             NoPeerState: what is in place is not what the donor has.
         """
         end = time.monotonic() + self._timeout_s
-        failed: set[PeerState] = set()
+        failed: set[Member] = set()
         while True:
-            source = self.look(at_least, among, failed)
-            if source is not None:
-                if (healed := self._heal(source)) is not None:
+            offer = self.look(at_least, among, failed)
+            if offer is not None:
+                if (healed := self._heal(offer)) is not None:
                     return healed
-                failed.add(source)
+                failed.update(offer.donors)
             if self._control.word([int(time.monotonic() > end)]).heard()[0]:
                 return None
 
-    def catch_up(self, source: PeerState, voted: tuple[int, int, Contribution] | None) -> Sync | None:
-        """Take the outer state of a peer that is ahead, and carry over what this replica has trained since its own.
+    def catch_up(self, offer: Offer, voted: tuple[int, int, Contribution] | None) -> Sync | None:
+        """Take the outer state of those that are ahead, and carry over what this replica has trained since its own.
 
         Args:
             voted: outer step, hash and contribution of the last candidate that this replica voted for. If it is in
-                the peer's history, that contribution is in the peer's state already.
+                the history of what is offered, that contribution is in it already.
 
         Returns:
             None if the state did not arrive whole on all ranks.
         """
-        snapshot = self._pull(source, [OUTER])
-        if snapshot is None:
+        fetched = self._pull(offer, [OUTER])
+        if fetched is None:
             return None
+        snapshot = fetched.snapshot
         interval = self._interval
         history = {int(step): state for step, state in snapshot.header["history"].items()}
         included = voted[2] if voted is not None and history.get(voted[0]) == voted[1] else None
         count = len(self._ledger.fragments)
         # What a fragment has learned is of use only if it syncs once more before the run ends.
-        to_come = {step % count for step in range(source.outer_step, interval.schedule.outer_steps)}
+        to_come = {step % count for step in range(offer.outer_step, interval.schedule.outer_steps)}
         own = {included.fragment} if included is not None else set()
         self._put_in_place(snapshot, carried=to_come - own)
         self._trainee.follow(snapshot, included=included is not None)
@@ -113,40 +113,45 @@ class Adoption:
             interval.settle(included.fragment, included.trained)
         if not to_come:
             interval.settle_all()
-        interval.begin(source.outer_step)
+        interval.begin(offer.outer_step)
         settled = before - interval.unsettled
-        self._journal.caught_up(source.outer_step, settled, source.slot)
-        return Sync(kind=SyncKind.CAUGHT_UP, outer_step=source.outer_step, tokens=settled)
+        self._journal.caught_up(offer.outer_step, settled, fetched.primary.slot)
+        return Sync(kind=SyncKind.CAUGHT_UP, outer_step=offer.outer_step, tokens=settled)
 
-    def _heal(self, source: PeerState) -> Sync | None:
-        """Take everything from a peer; None if it did not arrive whole on all ranks."""
-        self._journal.heal_started(source.slot, source.outer_step)
+    def _heal(self, offer: Offer) -> Sync | None:
+        """Take everything; None if it did not arrive whole on all ranks."""
+        self._journal.heal_started([slot for slot, _ in offer.donors], offer.outer_step)
         began = time.monotonic()
-        snapshot = self._pull(source, [INNER, OUTER])
-        if snapshot is None:
+        fetched = self._pull(offer, [INNER, OUTER])
+        if fetched is None:
             return None
+        snapshot = fetched.snapshot
         self._put_in_place(snapshot, carried=())
         self._trainee.take(snapshot)
         whole = whole_hash(self._ledger.rank_hash, self._trainee.moments())
         if whole != snapshot.header["whole_hash"]:
             raise NoPeerState("the state in place differs from the donor's: it was damaged on the way")
         self._interval.settle_all()
-        self._interval.begin(source.outer_step)
-        size = tensor_bytes(snapshot.sections)
-        self._journal.heal_finished(source.slot, source.outer_step, size, time.monotonic() - began, whole)
-        return Sync(kind=SyncKind.HEALED, outer_step=source.outer_step)
+        self._interval.begin(offer.outer_step)
+        self._peers.taken(fetched)
+        self._journal.heal_finished(
+            fetched.primary.slot, by_slot(fetched.donors), offer.outer_step, time.monotonic() - began, whole
+        )
+        return Sync(kind=SyncKind.HEALED, outer_step=offer.outer_step)
 
-    def _pull(self, source: PeerState, sections: Sequence[str]) -> Snapshot | None:
-        """Each rank's part of a peer's state, proved to be the one that it names."""
-        snapshot, rank_hash = None, 0
+    def _pull(self, offer: Offer, sections: Sequence[str]) -> Fetched | None:
+        """Each rank's part of the state that is offered, proved to be that."""
+        fetched, rank_hash = None, 0
         try:
-            snapshot = self._peers.fetch(source, sections, self._timeout_s, self._trainee.alive)
-            rank_hash = combine([part.hash() for part in parts_of(snapshot, len(self._ledger.fragments))])
+            fetched = self._peers.fetch(
+                offer, sections, [OUTER], alive=self._trainee.alive, on_progress=self._journal.transferred
+            )
+            rank_hash = combine([part.hash() for part in parts_of(fetched.snapshot, len(self._ledger.fragments))])
         except (TransferFailed, KeyError) as error:
-            logger.info("the state of replica %d could not be fetched: %s", source.slot, error)
-        rows = self._control.gather([int(snapshot is not None), rank_hash])
-        whole = all(row[0] for row in rows) and combine([row[1] for row in rows]) == source.state_hash
-        return snapshot if whole else None
+            logger.info("the state of outer step %d could not be fetched: %s", offer.outer_step, error)
+        rows = self._control.gather([int(fetched is not None), rank_hash])
+        whole = all(row[0] for row in rows) and combine([row[1] for row in rows]) == offer.state_hash
+        return fetched if whole else None
 
     def _put_in_place(self, snapshot: Snapshot, *, carried: Collection[int]) -> None:
         # What this rank shows its own peers lies where the new state goes.

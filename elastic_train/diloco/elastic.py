@@ -41,7 +41,7 @@ from elastic_train.diloco.lookout import ANXIOUS_S, CALM_S, Lookout
 from elastic_train.diloco.metadata import Row, Standing, float_bits, float_of
 from elastic_train.diloco.outer import OuterOptimizer
 from elastic_train.diloco.pace import quotas
-from elastic_train.diloco.peers import Peers, PeerState
+from elastic_train.diloco.peers import Offer, Peers, PeerState
 from elastic_train.diloco.presence import Identity, Presence
 from elastic_train.diloco.publication import Publication
 from elastic_train.diloco.quorum import QuorumSeat
@@ -94,10 +94,24 @@ class ElasticEngine(OuterSync):
         self._ledger = Ledger(fragments, control)
         self._wire = Wire(group, wire_device, config.timeout_s, on_operation=trainee.alive)
         self._feedback = [Feedback() if config.compression != "none" else None for _ in fragments]
-        directory, docket = Directory(identity.registry, identity.token), Docket()
-        self._peers = Peers(identity.slot, control.rank, directory, PeerClient(identity.token))
+        directory, docket = Directory(identity.registry, identity.token, tls=identity.tls), Docket()
+        self._peers = Peers(
+            identity.slot,
+            control.rank,
+            directory,
+            PeerClient(identity.token, tls=identity.tls),
+            transfers=identity.transfers,
+            incarnation=identity.incarnation,
+            host=identity.host,
+        )
         self._presence = Presence(identity, control, directory, docket, journal)
-        self._publication = Publication(self._presence.server, fragments, trainee)
+        self._publication = Publication(
+            self._presence.server,
+            fragments,
+            trainee,
+            snapshots=identity.snapshots,
+            on_shown=self._presence.holds,
+        )
         self._lookout = Lookout(control, lambda: self._peers.newest(self.outer_step + 1))
         self._adoption = Adoption(
             control=control,
@@ -107,7 +121,7 @@ class ElasticEngine(OuterSync):
             publication=self._publication,
             trainee=trainee,
             journal=journal,
-            timeout_s=identity.transfer_timeout_s,
+            timeout_s=identity.transfers.timeout_s,
         )
         self._agreement = Agreement(
             slot=identity.slot,
@@ -185,7 +199,7 @@ class ElasticEngine(OuterSync):
         self._presence.register()
         healed = self._healed(0, None)
         if healed is None:
-            raise NoPeerState(f"no peer gave its state within {self._identity.transfer_timeout_s:g} s")
+            raise NoPeerState(f"no peer gave its state within {self._identity.transfers.timeout_s:g} s")
         if self.outer_step < self._interval.schedule.outer_steps:
             self.open_membership()
         return self._coming_back(healed)
@@ -208,7 +222,7 @@ class ElasticEngine(OuterSync):
         # At the end of a run syncs follow each other without an inner step: what the last one left may still be copied.
         self._publication.finish()
         ahead, self._ahead = self._ahead, None
-        if ahead is not None and self._recall() and (caught_up := self._catch_up(ahead)) is not None:
+        if ahead is not None and self._recall() and (caught_up := self._catch_up(Offer.of(ahead))) is not None:
             return self._coming_back(caught_up)
         began, attempt = time.monotonic(), 0
         while True:
@@ -304,6 +318,7 @@ class ElasticEngine(OuterSync):
             loss=_mean([rank[1] for rank in ranks]),
             grad_norm=_mean([rank[2] for rank in ranks]),
             inner_steps=interval.done,
+            retired=len(self._peers.retired),
         )
         # Times differ between ranks; rank 0 speaks for all.
         row = Row.from_ints(self._control.word(row.to_ints()).heard())
@@ -370,7 +385,7 @@ class ElasticEngine(OuterSync):
                 if ahead is None:
                     return None
                 if self._recall():
-                    if (caught_up := self._catch_up(ahead)) is not None:
+                    if (caught_up := self._catch_up(Offer.of(ahead))) is not None:
                         return caught_up
                     self._contribution = self._capture(store=False)
                     # What it has found is not to be had any more.
@@ -437,6 +452,7 @@ class ElasticEngine(OuterSync):
             state_hash=landed.candidate,
             members=[(row.slot, row.incarnation) for row in counted],
         )
+        retired = self._retire(min(row.retired for row in counted))
         kept = self._config.merge_alpha if mine.stored is not None else 0.0
         self._ledger.fragments[mine.fragment].write_parameters(kept)
         if (feedback := self._feedback[mine.fragment]) is not None:
@@ -450,6 +466,7 @@ class ElasticEngine(OuterSync):
             outer_step=outer_step,
             participants=tuple(sorted(row.slot for row in counted)),
             progress=flown.progress,
+            retired=retired,
             tokens=mine.row.tokens,
             wait_s=flown.wait_s,
             reduce_s=time.monotonic() - flown.there_at,
@@ -457,6 +474,14 @@ class ElasticEngine(OuterSync):
             loss=weighted_mean([row.loss for row in counted], tokens),
             grad_norm=weighted_mean([row.grad_norm for row in counted], tokens),
         )
+
+    def _retire(self, known: int) -> tuple[int, ...]:
+        """Slots that are given up from this commit on: of the list of the retired, as many as all members know."""
+        new = range(len(self._ledger.retired), known)
+        speaks = self._control.rank == 0
+        slots = [self._control.word([self._peers.retired[i] if speaks else 0]).heard()[0] for i in new]
+        self._ledger.retired += tuple(slots)
+        return tuple(slots)
 
     def _next_quota(self, counted: Sequence[Row]) -> int | None:
         """Inner steps until the next sync, if they are not the same for all."""
@@ -483,8 +508,8 @@ class ElasticEngine(OuterSync):
             case Standing.BEHIND:
                 # If the vote passed, the others are about to publish what came of it, and what they had is gone.
                 next_one = flown.newest + int(landed.unbroken)
-                source = self._adoption.look(next_one, counted) or self._adoption.look(flown.newest, counted)
-                return self._catch_up(source) if source is not None else None
+                offer = self._adoption.look(next_one, counted) or self._adoption.look(flown.newest, counted)
+                return self._catch_up(offer) if offer is not None else None
             case Standing.NON_FINITE:
                 if not counted:
                     raise NonFinite(
@@ -530,9 +555,9 @@ class ElasticEngine(OuterSync):
                     feedback.reset()
         return healed
 
-    def _catch_up(self, source: PeerState) -> Sync | None:
-        """After the outer state of a peer that is ahead was taken over; None if it could not be had."""
-        caught_up = self._adoption.catch_up(source, self._voted)
+    def _catch_up(self, offer: Offer) -> Sync | None:
+        """After the outer state of those that are ahead was taken over; None if it could not be had."""
+        caught_up = self._adoption.catch_up(offer, self._voted)
         if caught_up is not None:
             self._contribution = self._voted = None
         return caught_up

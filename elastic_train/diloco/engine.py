@@ -72,6 +72,8 @@ class Sync:
     """Slots whose parameters are in the new anchor, or that have taken it, in rising order."""
     progress: torch.Tensor | None = None
     """int64 ``[virtual_shards, 4]``: what all read since the last commit; only if committed."""
+    retired: tuple[int, ...] = ()
+    """Slots that are given up for good from here on, and whose data the others read; only if committed."""
     tokens: int = 0
     """Tokens of this replica that the sync settled: in the average if committed, already in the peer's state if
     caught up."""

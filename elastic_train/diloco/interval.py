@@ -17,10 +17,10 @@ class Interval:
 
     def __init__(self, schedule: OuterSchedule) -> None:
         self.schedule = schedule
-        self.outer_step = 0
+        self.outer_step = schedule.first
         self.done = 0
         """Inner steps since the last outer step."""
-        self.quota = schedule.quota(0)
+        self.quota = schedule.quota(schedule.first)
         """Inner steps after which this interval ends at the latest."""
         self.tokens = 0
         """Trained by this replica in this incarnation."""

@@ -30,6 +30,8 @@ class Ledger:
         """Slot and incarnation of all who took part in the last commit."""
         self.history: dict[int, int] = {}
         """Hashes of the whole replica's state after the last outer steps."""
+        self.retired: tuple[int, ...] = ()
+        """Slots given up for good, as far as all who took part in a commit knew of them."""
         self._hashes = [fragment.committed.hash() for fragment in fragments]
         self.state_hash = combine([row[0] for row in control.gather([self.rank_hash])])
         """Of the whole replica's state now, the same on all replicas."""
@@ -78,6 +80,7 @@ class Ledger:
         self.state_hash = header["state_hash"]
         self.history = {int(step): state for step, state in header["history"].items()}
         self.members = [(slot, incarnation) for slot, incarnation in header["members"]]
+        self.retired = tuple(header["retired"])
         self.count.follow(header["quorum_count"])
 
     def header(self, outer_step: int) -> Mapping[str, Any]:
@@ -88,6 +91,7 @@ class Ledger:
             "state_hash": self.state_hash,
             "history": {str(step): state for step, state in self.history.items()},
             "members": self.members,
+            "retired": self.retired,
             "quorum_count": self.count.to_list(),
         }
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TypeVar
 
-WIDTH = 14
+WIDTH = 15
 """Integers in a row."""
 
 _Value = TypeVar("_Value", bound=Hashable)
@@ -47,6 +47,8 @@ class Row:
     """Mean of the interval; NaN if there is none."""
     inner_steps: int
     """Trained in this interval."""
+    retired: int
+    """How many slots it knows to be given up for good, of a list that all hear in the same order."""
 
     def to_ints(self) -> list[int]:
         """The row as ``WIDTH`` signed 64-bit integers."""
@@ -65,6 +67,7 @@ class Row:
             float_bits(self.loss),
             float_bits(self.grad_norm),
             self.inner_steps,
+            self.retired,
         ]
 
     @classmethod
@@ -91,6 +94,7 @@ class Row:
             loss=float_of(values[11]),
             grad_norm=float_of(values[12]),
             inner_steps=values[13],
+            retired=values[14],
         )
 
 

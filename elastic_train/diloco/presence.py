@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from elastic_train.diloco.control import ControlGroup
 from elastic_train.diloco.doubt import Docket
-from elastic_train.diloco.peers import status_of
-from elastic_train.diloco.publication import INNER
+from elastic_train.diloco.peers import Transfers, status_of
 from elastic_train.diloco.trainee import SyncJournal
 from elastic_train.peer_ckpt.directory import Directory
 from elastic_train.peer_ckpt.server import PeerServer
-from elastic_train.peer_ckpt.snapshot import Snapshot
+from elastic_train.peer_ckpt.tls import Tls
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,10 +26,12 @@ class Identity:
     registry: str
     token: str
     config_digest: int
-    transfer_timeout_s: float
-    """Bound on fetching a whole state."""
     watchdog_s: float
     """Within which any peer that hangs is found and ended."""
+    transfers: Transfers = Transfers()  # noqa: RUF009 - frozen
+    snapshots: int = 2
+    """Outer steps that peers can ask for at the same time."""
+    tls: Tls | None = None
 
 
 class Presence:
@@ -45,7 +46,14 @@ class Presence:
         self._docket = docket
         self._journal = journal
         self._shown = (-1, 0)
-        self.server = PeerServer(identity.host, identity.token, self._status, self._served)
+        self.server = PeerServer(
+            identity.host,
+            identity.token,
+            self._status,
+            self._served,
+            keep=identity.snapshots,
+            tls=identity.tls,
+        )
 
     def register(self) -> None:
         """Be found: all ranks' addresses under the slot. Every rank calls."""
@@ -58,6 +66,18 @@ class Presence:
     def show(self, outer_step: int, state_hash: int) -> None:
         """The state that peers may ask for from now on; until the first call there is none."""
         self._shown = (outer_step, state_hash)
+
+    def holds(self, header: Mapping[str, Any]) -> None:
+        """That state can be had of all ranks now, or will be in a moment; called beside the training."""
+        if self._control.rank == 0:
+            self._directory.held(
+                self._identity.slot,
+                self._identity.incarnation,
+                outer_step=header["outer_step"],
+                state_hash=header["state_hash"],
+                host=self._identity.host,
+                load=self.server.load,
+            )
 
     def close(self) -> None:
         self.server.close()
@@ -73,7 +93,6 @@ class Presence:
             answer=self._docket.answer(attempt, dead),
         )
 
-    def _served(self, snapshot: Snapshot, sections: Sequence[str]) -> None:
+    def _served(self, header: Mapping[str, Any], joiner: str) -> None:
         """Called in a thread of the server."""
-        if INNER in sections:
-            self._journal.served(snapshot.header["outer_step"], snapshot.header["whole_hash"])
+        self._journal.served(header["outer_step"], header["whole_hash"])

@@ -8,7 +8,7 @@ forward and backward pass, and the optimizer waits for the copy.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,17 +26,50 @@ OUTER = "outer"
 INNER = "inner"
 
 
-class Publication:
-    """The snapshots of one rank."""
+class _Shelf:
+    """Host memory for what one snapshot cannot show where it lies; used again for a later one."""
 
-    def __init__(self, server: PeerServer, fragments: Sequence[FlatFragment], trainee: Trainee) -> None:
+    def __init__(self) -> None:
+        self.moments: dict[str, torch.Tensor] = {}
+        self.mirrors: dict[str, torch.Tensor] = {}
+        """Of anchor and momentum, if they lie on an accelerator."""
+        self.snapshot: Snapshot | None = None
+        """What was put into it last."""
+
+    def clear(self) -> None:
+        """Its memory is about to be written."""
+        if self.snapshot is None:
+            return
+        for section in (INNER, OUTER) if self.mirrors else (INNER,):
+            _give_up(self.snapshot, section)
+
+
+class Publication:
+    """The snapshots of one rank: the last one, and with two shelves the one before it."""
+
+    def __init__(
+        self,
+        server: PeerServer,
+        fragments: Sequence[FlatFragment],
+        trainee: Trainee,
+        *,
+        snapshots: int = 2,
+        on_shown: Callable[[Mapping[str, Any]], None] = lambda header: None,
+    ) -> None:
+        """
+        Args:
+            snapshots: how many outer steps are shown at the same time. Two give a peer the time between two outer
+                steps, and more, for its transfer; each costs the memory of the inner moments.
+            on_shown: called with the header of each snapshot once it can be had, beside the training.
+        """
         self._server = server
         self._fragments = fragments
         self._trainee = trainee
-        self._moments: dict[str, torch.Tensor] = {}
-        self._mirrors: dict[str, torch.Tensor] = {}
+        self._on_shown = on_shown
+        self._shelves = [_Shelf() for _ in range(snapshots)]
         self._shown: list[Snapshot] = []
-        self._copying: threading.Thread | None = None
+        self._thread: threading.Thread | None = None
+        self._copied = threading.Event()
         self._error: BaseException | None = None
 
     def publish(self, header: Mapping[str, Any]) -> None:
@@ -46,66 +79,90 @@ class Publication:
             header: what says which state it is: outer_step, rank_hash, state_hash, history; the trainer's counters,
                 and the hash of rank_hash and the moments, are added.
         """
-        self.finish()
-        self.retire(INNER)
-        if self._mirrors:
-            # They are written anew now, not when the next candidate is.
-            self.retire(OUTER)
+        self.settle()
+        shelf = self._shelves.pop(0)
+        self._shelves.append(shelf)
+        shelf.clear()
         whole = {**header, "extra": self._trainee.counters()}
         moments = dict(self._trainee.moments())
-        self._copying = threading.Thread(target=self._copy, args=(whole, moments), name="snapshot", daemon=True)
-        self._copying.start()
+        self._copied.clear()
+        self._thread = threading.Thread(target=self._make, args=(shelf, whole, moments), name="snapshot", daemon=True)
+        self._thread.start()
 
     def finish(self) -> None:
         """Wait until what was to be published is copied. Before the inner optimizer's step, at the latest."""
-        if self._copying is None:
+        if self._thread is None:
             return
-        self._copying.join()
-        self._copying = None
+        self._copied.wait()
+        self._raise()
+
+    def settle(self) -> None:
+        """Wait until what was to be published is shown."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+            self._raise()
+
+    def retire(self, section: str) -> None:
+        """Nothing that was shown under that section is valid any more."""
+        self.settle()
+        for snapshot in self._shown:
+            _give_up(snapshot, section)
+
+    def retire_candidate_of(self, fragment: FlatFragment) -> None:
+        """The candidate of ``fragment`` is about to be written: older snapshots may show its memory."""
+        self.settle()
+        for snapshot in self._shown:
+            held = snapshot.sections[OUTER].values()
+            if any(tensor is fragment.candidate.anchor for tensor in held):
+                _give_up(snapshot, OUTER)
+        self._shown = [snapshot for snapshot in self._shown if not snapshot.is_retired(OUTER)]
+
+    def _raise(self) -> None:
         if self._error is not None:
             error, self._error = self._error, None
             raise error
 
-    def retire(self, section: str) -> None:
-        """Nothing that was shown under that section is valid any more."""
-        for snapshot in self._shown:
-            if not snapshot.is_retired(section):
-                snapshot.retire(section)
-
-    def retire_candidate_of(self, fragment: FlatFragment) -> None:
-        """The candidate of ``fragment`` is about to be written: older snapshots may show its memory."""
-        for snapshot in self._shown:
-            held = snapshot.sections[OUTER].values()
-            if not snapshot.is_retired(OUTER) and any(tensor is fragment.candidate.anchor for tensor in held):
-                snapshot.retire(OUTER)
-        self._shown = [snapshot for snapshot in self._shown if not snapshot.is_retired(OUTER)]
-
-    def _copy(self, header: Mapping[str, Any], moments: Mapping[str, torch.Tensor]) -> None:
+    def _make(self, shelf: _Shelf, header: Mapping[str, Any], moments: Mapping[str, torch.Tensor]) -> None:
         device = next((tensor.device for tensor in moments.values() if tensor.device.type != "cpu"), _HOST)
         try:
             with side_stream(device):
-                self._show(header, moments)
+                inner, outer = self._copy(shelf, moments)
+            self._copied.set()
+            # From here on the trainer may go on.
+            whole = {**header, "whole_hash": combine([header["rank_hash"], hash_tensors(inner)])}
+            shelf.snapshot = Snapshot(whole, {INNER: inner, OUTER: outer})
+            self._shown.append(shelf.snapshot)
+            self._server.publish(shelf.snapshot)
+            self._on_shown(shelf.snapshot.header)
         except BaseException as error:
             self._error = error
+        finally:
+            self._copied.set()
 
-    def _show(self, header: Mapping[str, Any], moments: Mapping[str, torch.Tensor]) -> None:
+    def _copy(
+        self, shelf: _Shelf, moments: Mapping[str, torch.Tensor]
+    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """What the sections of the next snapshot hold."""
         self._trainee.at_point("snapshot")
-        inner = {name: _copied(self._moments, name, tensor) for name, tensor in moments.items()}
+        inner = {name: _copied(shelf.moments, name, tensor) for name, tensor in moments.items()}
         outer: dict[str, torch.Tensor] = {}
         for index, fragment in enumerate(self._fragments):
             for kind, tensor in (("anchor", fragment.committed.anchor), ("momentum", fragment.committed.momentum)):
                 name = f"{index}.{kind}"
                 on_host = tensor.device.type == "cpu"
-                outer[name] = tensor if on_host else _copied(self._mirrors, name, tensor)
-        whole = {**header, "whole_hash": combine([header["rank_hash"], hash_tensors(inner)])}
-        snapshot = Snapshot(whole, {INNER: inner, OUTER: outer})
-        self._shown.append(snapshot)
-        self._server.publish(snapshot)
+                outer[name] = tensor if on_host else _copied(shelf.mirrors, name, tensor)
+        return inner, outer
 
 
 def whole_hash(rank_hash: int, moments: Mapping[str, torch.Tensor]) -> int:
     """Of all tensors that a joiner's rank takes over: its outer state's hash, and its live moments."""
     return combine([rank_hash, hash_tensors(export_tensors(moments.items()))])
+
+
+def _give_up(snapshot: Snapshot, section: str) -> None:
+    if not snapshot.is_retired(section):
+        snapshot.retire(section)
 
 
 def _copied(buffers: dict[str, torch.Tensor], name: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -23,6 +23,8 @@ class OuterSchedule:
     sync_every: int
     """Inner steps between two syncs of the same fragment."""
     fragments: int = 1
+    first: int = 0
+    """Outer step that the run begins at: above 0 if it goes on from a durable snapshot."""
 
     @property
     def interval(self) -> int:

@@ -30,14 +30,15 @@ class Trainee(Protocol):
         """Everything else that a joiner takes over, as JSON has it: step, LR, tokens, RNG, data positions."""
 
     def take(self, snapshot: Snapshot) -> None:
-        """Take over the moments and counters of a peer, and go back to its data positions.
+        """Take over the moments and counters of a peer, and go back to its data positions; from now on those of the
+        slots that are retired in its header are read by the others.
 
         Raises:
             StateMismatch: they do not fit this rank.
         """
 
     def follow(self, snapshot: Snapshot, *, included: bool) -> None:
-        """A peer was ahead: take over its committed data positions.
+        """A peer was ahead: take over its committed data positions, and what it knows of retired slots.
 
         Args:
             included: what this replica read since its last commit is in them; else it goes on counting it.
@@ -59,12 +60,17 @@ class SyncJournal(Protocol):
     def fenced(self, cause: str, outer_step: int) -> None:
         """This replica is kept out of the average (cause: non_finite, diverged) and takes a peer's state."""
 
-    def heal_started(self, donor: int, outer_step: int) -> None:
-        """A donor's state is being fetched."""
+    def heal_started(self, donors: Sequence[int], outer_step: int) -> None:
+        """A state is being fetched from those slots."""
 
-    def heal_finished(self, donor: int, outer_step: int, size: int, duration_s: float, rank_hash: int) -> None:
-        """It is in place. ``size`` bytes came to this rank; ``rank_hash`` is of what this rank now holds. Every rank
-        calls."""
+    def transferred(self, received: int, total: int, donors: Mapping[int, int]) -> None:
+        """So many bytes of it have come to this rank, and so many from each slot. Each rank speaks for itself."""
+
+    def heal_finished(
+        self, primary: int, donors: Mapping[int, int], outer_step: int, duration_s: float, rank_hash: int
+    ) -> None:
+        """It is in place. ``donors`` gave this rank so many bytes each, ``primary`` among them what no other has;
+        ``rank_hash`` is of what this rank now holds. Every rank calls."""
 
     def served(self, outer_step: int, state_hash: int) -> None:
         """A joiner took this rank's state, of that hash. Each rank speaks for itself, from any thread."""

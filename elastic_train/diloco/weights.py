@@ -42,9 +42,9 @@ def weighted_mean(values: Sequence[float | None], tokens: Sequence[int]) -> floa
         ValueError: sequences of different lengths.
     """
     known = [(v, n) for v, n in zip(values, tokens, strict=True) if v is not None and math.isfinite(v) and n > 0]
-    total = sum(n for _, n in known)
     if not known:
         return None
-    values = [v for v, _ in known]
+    total = sum(n for _, n in known)
+    mean = math.fsum(v * (n / total) for v, n in known)
     # The products are rounded before they are added, tiny values even to 0.
-    return min(max(math.fsum(v * (n / total) for v, n in known), min(values)), max(values))
+    return min(max(mean, min(v for v, _ in known)), max(v for v, _ in known))

@@ -13,6 +13,7 @@ from monarch.actor import Actor, concurrent_endpoint
 
 from elastic_train.config import LighthouseConfig
 from elastic_train.lighthouse.registry import RegistryServer
+from elastic_train.peer_ckpt.tls import Tls
 from elastic_train.process_log import print_to
 
 
@@ -34,14 +35,16 @@ class LighthouseActor(Actor):
     Where ``lighthouse.address`` names a Lighthouse that somebody else runs, only the registry is started.
     """
 
-    def __init__(self, config: LighthouseConfig, token: str, log: Path) -> None:
+    def __init__(self, config: LighthouseConfig, token: str, tls: Tls | None, log: Path) -> None:
         """
         Args:
             token: what a request to the registry must show.
+            tls: how the registry is reached; None: in plain text.
         """
         print_to(log)
         self._config = config
         self._token = token
+        self._tls = tls
         self._server: Any = None
         self._registry: RegistryServer | None = None
 
@@ -54,7 +57,7 @@ class LighthouseActor(Actor):
             RuntimeError: the port is taken.
         """
         config = self._config
-        self._registry = RegistryServer(config.host, 0, self._token)
+        self._registry = RegistryServer(config.host, 0, self._token, tls=self._tls)
         lighthouse = config.address or self._start_lighthouse()
         process = (os.getpid(), psutil.Process().create_time())
         return Listening(lighthouse=lighthouse, registry=self._registry.url, process=process)

@@ -115,6 +115,11 @@ def _donor_selected(event: Record, fold: RunFold) -> str:
     return f"replica {event['replica']} gets the state{which} from {slots(event['donors'])}"
 
 
+def _transfer_progress(event: Record, fold: RunFold) -> str:
+    share = 100 * event["bytes"] // event["total_bytes"]
+    return f"replica {event['replica']} has {share} % of {size(event['total_bytes'])}"
+
+
 def _heal_finished(event: Record, fold: RunFold) -> str:
     text = f"replica {event['replica']} has its state from {slots(event['donors'])}"
     if "bytes" in event and "duration_s" in event:
@@ -186,6 +191,7 @@ _TELLERS: Mapping[str, Callable[[Record, RunFold], str | None]] = {
     "replica_retired": lambda e, _: f"replica {e['replica']} is given up: {cause(e['cause'])}",
     "procs_started": _procs_started,
     "donor_selected": _donor_selected,
+    "transfer_progress": _transfer_progress,
     "heal_finished": _heal_finished,
     "heal_failed": lambda e, _: f"replica {e['replica']} got no state: {cause(e['cause'])}",
     "joined": _joined,

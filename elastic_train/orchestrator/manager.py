@@ -20,6 +20,7 @@ from elastic_train.metrics import RunFold
 from elastic_train.orchestrator.control import ControlServer, Reply, Request
 from elastic_train.orchestrator.end import RunEnd
 from elastic_train.orchestrator.slot import ReplicaSlot, RunContext, SlotEnd
+from elastic_train.peer_ckpt.tls import tls_of
 from elastic_train.replica.watch.process_end import of_process, of_status
 from elastic_train.replica.watch.process_watch import ProcessWatch
 
@@ -147,6 +148,8 @@ class OrchestrationManager:
                     cause="start_timeout",
                     reason="fewer than lighthouse.min_replicas were ready within orchestrator.start_timeout_s",
                 )
+            if release in done and (snapshot := self._run.resume) is not None:
+                self._run.log.emit("run_restored", outer_step=snapshot.facts.outer_step, path=str(snapshot.path))
             for task in done & set(slots):
                 last = task.result()
                 if last.stops_run and not any(slot.finished for slot in self._slots):
@@ -185,7 +188,12 @@ class OrchestrationManager:
         allocation = await self._run.scheduler.allocate("lighthouse")
         self._lighthouse_mesh = allocation.mesh.spawn_procs({"lighthouse": 1}, name="lighthouse")
         self._lighthouse = self._lighthouse_mesh.spawn(
-            "lighthouse", LighthouseActor, settings, self._run.token, self._run.folder.lighthouse_log
+            "lighthouse",
+            LighthouseActor,
+            settings,
+            self._run.token,
+            tls_of(self._run.config.peer_ckpt),
+            self._run.folder.lighthouse_log,
         )
         try:
             listening: Listening = await asyncio.wait_for(

@@ -17,9 +17,12 @@ from elastic_train.config import EnvironmentProblem, RunConfig
 from elastic_train.events import EventLog, LineFile, Record
 from elastic_train.orchestrator import accelerators, monarch_env, runfolder
 from elastic_train.orchestrator.end import RunEnd
+from elastic_train.orchestrator.resume import find_snapshot
+from elastic_train.peer_ckpt.tls import TlsProblem, tls_of
 from elastic_train.process_log import stderr_to
 from elastic_train.replica.data.corpus import ensure_corpus
 from elastic_train.replica.data.sources import STDLIB, check_dataset, check_tokenizer
+from elastic_train.replica.durable.folder import DurableSnapshot
 
 logger = logging.getLogger(__name__)
 
@@ -36,22 +39,28 @@ class View(Protocol):
     def on_metrics(self, record: Record) -> None: ...
 
 
-def run(config: RunConfig, notes: tuple[str, ...], *, name: str, run_dir: Path | None, view: View) -> RunEnd:
+def run(
+    config: RunConfig, notes: tuple[str, ...], *, name: str, run_dir: Path | None, resume: Path | None, view: View
+) -> RunEnd:
     """Run a training from its start to its end. Nothing is left running afterwards.
 
     Args:
         notes: remarks about the config that a person should see.
         name: what to call the run.
         run_dir: the run's folder; None makes one below ``job.dump_folder``.
+        resume: folder of a run to go on from; None starts from new parameters.
 
     Raises:
-        EnvironmentProblem: this machine cannot run this config.
+        ConfigError: the config does not go on where that run's snapshot ends.
+        EnvironmentProblem: this machine cannot run this config, or that run left no sound snapshot.
     """
     _check_datasets(config)
     check_tokenizer(config.model.hf_assets_path)
     _check_port(config)
     _check_accelerators(config)
+    _check_tls(config)
     config = _with_seed(config)
+    snapshot, passed = (None, []) if resume is None else find_snapshot(config, resume)
     folder = runfolder.create(config, name, run_dir)
     if STDLIB in (config.training.dataset, config.model.hf_assets_path or STDLIB):
         # Once and here, so that its few seconds are not part of every replica's start.
@@ -60,12 +69,19 @@ def run(config: RunConfig, notes: tuple[str, ...], *, name: str, run_dir: Path |
     view.start()
     try:
         with stderr_to(folder.controller_log):
-            return asyncio.run(_run(config, notes, folder, name, view))
+            return asyncio.run(_run(config, (*notes, *passed), folder, name, snapshot, view))
     finally:
         view.stop()
 
 
-async def _run(config: RunConfig, notes: tuple[str, ...], folder: runfolder.RunFolder, name: str, view: View) -> RunEnd:
+async def _run(
+    config: RunConfig,
+    notes: tuple[str, ...],
+    folder: runfolder.RunFolder,
+    name: str,
+    snapshot: DurableSnapshot | None,
+    view: View,
+) -> RunEnd:
     interrupted = _interruption()
     # Monarch reads its environment when it is imported.
     import monarch.actor
@@ -91,6 +107,7 @@ async def _run(config: RunConfig, notes: tuple[str, ...], folder: runfolder.RunF
         barrier=ColdStart(config.orchestrator.replicas),
         host=config.peer_ckpt.advertise_host or ("127.0.0.1" if scheduler.loopback else socket.gethostname()),
         on_metrics=[view.on_metrics],
+        resume=snapshot,
     )
     for note in notes:
         log.emit("note", text=note)
@@ -136,6 +153,15 @@ def _check_accelerators(config: RunConfig) -> None:
         raise EnvironmentProblem(
             'diloco.backend = "nccl" needs accelerators, and this machine shows none: use "gloo" or "auto"'
         )
+
+
+def _check_tls(config: RunConfig) -> None:
+    tls = tls_of(config.peer_ckpt)
+    try:
+        if tls is not None:
+            tls.server_context()
+    except TlsProblem as problem:
+        raise EnvironmentProblem(f"peer_ckpt.tls_*: {problem}") from problem
 
 
 def _check_port(config: RunConfig) -> None:

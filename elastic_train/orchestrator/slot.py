@@ -11,6 +11,7 @@ import os
 import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from elastic_train.clock import Clock
 from elastic_train.config import RunConfig
@@ -25,7 +26,9 @@ from elastic_train.orchestrator.runfolder import RunFolder
 from elastic_train.orchestrator.scheduler import Allocation, Scheduler
 from elastic_train.orchestrator.supervisor import Supervisor, SupervisorLost
 from elastic_train.peer_ckpt.directory import Directory
+from elastic_train.peer_ckpt.tls import tls_of
 from elastic_train.replica.actor import SegmentPart
+from elastic_train.replica.durable.folder import DurableSnapshot
 from elastic_train.replica.rank import Incarnation
 from elastic_train.replica.watch.failure import ReplicaFailure
 from elastic_train.replica.watch.process_watch import ProcessId, is_alive, kill_process
@@ -58,6 +61,8 @@ class RunContext:
     """Name under which replicas reach each other."""
     on_metrics: list[Callable[[Record], None]]
     """Called with every record of metrics.jsonl."""
+    resume: DurableSnapshot | None = None
+    """What the run starts from, if not from new parameters."""
     lighthouse: str = ""
     """The Lighthouse's address, once it is known."""
     registry: str = ""
@@ -67,6 +72,11 @@ class RunContext:
     fired: set[str] = field(default_factory=set)
     """Faults that have acted."""
     jitter: random.Random = field(default_factory=random.Random)
+
+    @cached_property
+    def directory(self) -> Directory:
+        """By which the controller talks to the registry, once that listens."""
+        return Directory(self.registry, self.token, tls=tls_of(self.config.peer_ckpt))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,8 +214,7 @@ class ReplicaSlot:
             await asyncio.sleep(_GONE_LOOK_S)
         # Processes of the current incarnation that nobody has heard of yet may still live.
         if self._run.registry and self._holder == self._number >= 0:
-            directory = Directory(self._run.registry, self._run.token)
-            await asyncio.to_thread(directory.ended, self.slot, self._holder)
+            await asyncio.to_thread(self._run.directory.ended, self.slot, self._holder)
 
     def apply(self, trigger: Trigger) -> None:
         """Move the slot's state, and say so in the log."""
@@ -249,6 +258,7 @@ class ReplicaSlot:
             fired=frozenset(run.fired),
             registry=run.registry,
             token=run.token,
+            resume=run.resume,
             environment=self._environment(),
         )
         try:
@@ -399,4 +409,7 @@ class ReplicaSlot:
         self.apply(Trigger.RETIRE)
         self._run.barrier.give_up(self.slot)
         await self.shut_down()
+        # Not before its processes are gone: from now on others read its data.
+        if self._run.registry:
+            await asyncio.to_thread(self._run.directory.retired, self.slot)
         return SlotEnd(state=self.state, cause=cause, reason=self._failures[-1].error)

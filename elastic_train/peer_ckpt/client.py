@@ -1,44 +1,51 @@
-"""How a rank asks its peers: how they stand, and for the state of one that is ahead."""
+"""How a rank asks its peers: how they stand, and for a state that they have."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlencode
 
 import torch
 
-from elastic_train.peer_ckpt.layout import HEADER_LIMIT, LENGTH_BYTES, Layout, LayoutError
-from elastic_train.peer_ckpt.request import Answer, RequestFailed, ask, request
-from elastic_train.peer_ckpt.shards import raw_bytes
-from elastic_train.peer_ckpt.snapshot import Snapshot
+from elastic_train.peer_ckpt.request import Connection, RequestFailed, ask
+from elastic_train.peer_ckpt.tls import Tls
+from elastic_train.peer_ckpt.transfer import (
+    Allocate,
+    Donor,
+    Fetched,
+    OnProgress,
+    Replace,
+    Transfer,
+    TransferFailed,
+    Unwanted,
+)
 
-_PIECE = 4 << 20
+__all__ = ["Donor", "Fetched", "PeerClient", "TransferFailed", "Unwanted"]
 
-Accept = Callable[[Mapping[str, Any]], bool]
-"""Whether a snapshot of that header is wanted."""
-
-Progress = Callable[[int, int], None]
-"""Called with the bytes of tensors received so far, and of all."""
+_STREAMS = 2
+"""Connections to a donor: while the parts of one are checked, those of the other arrive."""
+_IDLE_S = 10.0
 
 
-class TransferFailed(Exception):
-    """A peer's state did not arrive whole; its text says why. Nothing of it may be used."""
+def _on_host(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype)
 
 
-class Unwanted(TransferFailed):
-    """What the peer publishes now is not what was asked for; none of its tensors was fetched."""
+def _nobody(lost: Collection[Donor]) -> Sequence[Donor]:
+    return ()
 
-    def __init__(self, header: Mapping[str, Any]) -> None:
-        super().__init__("it publishes another state")
-        self.header = header
+
+def _unseen(received: int, total: int, by_donor: Mapping[Donor, int]) -> None:
+    return
 
 
 class PeerClient:
     """Asks any number of peers; may be used from several threads."""
 
-    def __init__(self, token: str) -> None:
+    def __init__(self, token: str, *, tls: Tls | None = None) -> None:
         self._token = token
+        self._tls = tls
 
     def status(
         self, address: str, attempt: str = "", dead: Iterable[int] = (), timeout_s: float = 0.5
@@ -51,64 +58,80 @@ class PeerClient:
         """
         query = urlencode({"attempt": attempt, "dead": ",".join(map(str, sorted(dead)))})
         try:
-            answer = ask(address, f"/status?{query}", self._token, timeout_s=timeout_s)
+            answer = ask(address, f"/status?{query}", self._token, timeout_s=timeout_s, tls=self._tls)
         except RequestFailed:
             return None
         return answer if isinstance(answer, dict) else None
 
     def fetch(
         self,
-        address: str,
+        donors: Sequence[Donor],
         sections: Sequence[str],
+        *,
+        want: int,
         timeout_s: float,
-        on_progress: Progress | None = None,
-        accept: Accept = lambda header: True,
-    ) -> Snapshot:
-        """What the peer at ``address`` publishes, into new host tensors.
+        shared: Collection[str] = (),
+        joiner: str = "",
+        streams: int = _STREAMS,
+        idle_s: float = _IDLE_S,
+        replace: Replace = _nobody,
+        on_progress: OnProgress = _unseen,
+        alive: Callable[[], None] = lambda: None,
+        into: Allocate = _on_host,
+    ) -> Fetched:
+        """The state after an outer step, from all donors that have it, into new host tensors.
+
+        A donor is given up when it cannot be reached, says nothing for too long, sends what is damaged, writes the
+        memory anew, has other tensors than the first that answered, or has gone past that outer step. One that has
+        not come to it yet is waited for.
 
         Args:
-            sections: those to fetch, in this order. They all belong to one outer step, the one in the header.
-            timeout_s: bound on the whole transfer.
-            on_progress: called in this thread, after every few megabytes.
-            accept: asked before any tensor is fetched.
+            donors: the same rank of several replicas; the first one that lives is the primary.
+            sections: those to fetch, in the order in which they are to be had.
+            want: the outer step.
+            timeout_s: bound on everything.
+            shared: sections that are equal on all donors, and come from all of them. The others come from the
+                primary alone, and so does the header.
+            joiner: who fetches, "<slot>.<incarnation>"; needed for ``taken``.
+            streams: connections to each donor.
+            idle_s: how long a donor may say nothing.
+            replace: asked in this thread for other donors each time that some were lost.
+            on_progress: called in this thread, at least five times a second, also if nothing arrives. What is in
+                place can become less again: when the primary is replaced.
+            alive: the same; what it raises ends the transfer.
+            into: called in this thread for the memory of each tensor.
 
         Raises:
-            Unwanted: the peer publishes what is not accepted.
-            TransferFailed: it did not arrive whole, or is no snapshot.
+            Unwanted: all donors have gone past that outer step.
+            TransferFailed: it did not arrive whole.
+            ValueError: this cannot be fetched by anybody.
         """
-        query = urlencode({"sections": ",".join(sections)})
+
+        def connect(address: str) -> Connection:
+            return Connection(address, self._token, idle_s=idle_s, tls=self._tls)
+
+        transfer = Transfer(
+            connect,
+            sections,
+            want=want,
+            shared=shared,
+            joiner=joiner,
+            timeout_s=timeout_s,
+            idle_s=idle_s,
+            streams=streams,
+            into=into,
+        )
+        return transfer.run(donors, replace, on_progress, alive)
+
+    def taken(self, donor: Donor, outer_step: int, joiner: str, timeout_s: float = 1.0) -> bool:
+        """Tell a donor that its state is in place here, and sound. Whether it has heard of it.
+
+        Args:
+            joiner: as it was named in the transfer.
+        """
+        query = urlencode({"outer_step": outer_step, "for": joiner})
         try:
-            with request(address, f"/state?{query}", self._token, timeout_s=timeout_s) as answer:
-                layout = _read_layout(answer)
-                if layout.sections != tuple(sections):
-                    raise LayoutError(f"it has the sections {', '.join(map(str, layout.sections))}")
-                if layout.size != answer.length:
-                    raise LayoutError(f"it describes {layout.size} bytes and has {answer.length}")
-                if not accept(layout.header):
-                    raise Unwanted(layout.header)
-                return Snapshot(layout.header, _read_tensors(answer, layout, on_progress))
-        except RequestFailed as error:
-            raise TransferFailed(str(error)) from error
-
-
-def _read_layout(answer: Answer) -> Layout:
-    length = int.from_bytes(answer.read(LENGTH_BYTES), "little")
-    if length > min(HEADER_LIMIT, answer.length):
-        raise LayoutError(f"a header of {length} bytes")
-    return Layout.decode(answer.read(length))
-
-
-def _read_tensors(answer: Answer, layout: Layout, on_progress: Progress | None) -> dict[str, dict[str, torch.Tensor]]:
-    sections: dict[str, dict[str, torch.Tensor]] = {section: {} for section in layout.sections}
-    received = 0
-    for place in layout.places:
-        tensor = torch.empty(place.shape, dtype=place.dtype)
-        content = raw_bytes(tensor)
-        for start in range(0, len(content), _PIECE):
-            piece = content[start : start + _PIECE]
-            answer.read_into(piece)
-            received += len(piece)
-            if on_progress is not None:
-                on_progress(received, layout.size)
-        sections[place.section][place.name] = tensor
-    return sections
+            ask(donor.address, f"/taken?{query}", self._token, timeout_s=timeout_s, body={}, tls=self._tls)
+        except RequestFailed:
+            return False
+        return True

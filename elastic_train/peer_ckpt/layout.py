@@ -1,19 +1,21 @@
-"""How a snapshot lies on the wire: the layout of a safetensors file, which describes itself and runs no code.
+"""How a snapshot is described on the wire: as at the head of a safetensors file, which runs no code.
 
-Eight bytes with the length of the header (little-endian), the header (JSON: type, shape and place of each tensor,
-and what belongs to no tensor under ``__metadata__``), then the bytes of the tensors without a gap.
+Eight bytes with the length of the header (little-endian), then the header: JSON with type, shape and place of each
+tensor, and what belongs to no tensor under ``__metadata__``. The bytes of the tensors lie one behind the other without
+a gap; each section's are cut into parts.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from elastic_train.peer_ckpt.parts import PART_BYTES, Part, cut
 from elastic_train.peer_ckpt.snapshot import Snapshot
 
 LENGTH_BYTES = 8
@@ -69,26 +71,47 @@ class Layout:
     """The snapshot's."""
     sections: tuple[str, ...]
     places: tuple[Place, ...]
+    """Section by section."""
+    part_bytes: int = PART_BYTES
+    """The most that a part has."""
 
     @property
     def size(self) -> int:
         """Bytes of all tensors."""
         return sum(place.size for place in self.places)
 
+    def size_of(self, section: str) -> int:
+        """Bytes of its tensors."""
+        return sum(place.size for place in self.places if place.section == section)
+
+    @property
+    def count(self) -> int:
+        """Of parts."""
+        return sum(-(-self.size_of(section) // self.part_bytes) for section in self.sections)
+
+    def parts(self) -> Iterator[Part]:
+        """All parts, in order."""
+        for section in self.sections:
+            yield from cut(section, self.size_of(section), self.part_bytes)
+
     @classmethod
-    def of(cls, snapshot: Snapshot, sections: Sequence[str]) -> Layout:
+    def of(cls, snapshot: Snapshot, sections: Sequence[str], part_bytes: int = PART_BYTES) -> Layout:
         """Raises KeyError if there is no such section."""
         places = tuple(
             Place(section=section, name=name, dtype=tensor.dtype, shape=tuple(tensor.shape))
             for section in sections
             for name, tensor in snapshot.sections[section].items()
         )
-        return cls(header=snapshot.header, sections=tuple(sections), places=places)
+        return cls(header=snapshot.header, sections=tuple(sections), places=places, part_bytes=part_bytes)
 
     def encode(self) -> bytes:
         """Everything before the tensors. Raises KeyError for a type that the layout does not know."""
         described: dict[str, Any] = {
-            _METADATA: {"header": json.dumps(dict(self.header)), "sections": json.dumps(self.sections)}
+            _METADATA: {
+                "header": json.dumps(dict(self.header)),
+                "sections": json.dumps(self.sections),
+                "part_bytes": str(self.part_bytes),
+            }
         }
         end = 0
         for place in self.places:
@@ -115,18 +138,25 @@ class Layout:
             header, sections = json.loads(metadata["header"]), tuple(json.loads(metadata["sections"]))
             if not isinstance(header, dict):
                 raise LayoutError("the snapshot's header is no object")
-            end, places = 0, []
+            if (part_bytes := int(metadata["part_bytes"])) < 1:
+                raise LayoutError(f"its parts have {part_bytes} bytes")
+            if len(set(sections)) < len(sections):
+                raise LayoutError("a section is listed twice")
+            end, last, places = 0, 0, []
             for full_name, entry in described.items():
                 section, _, name = full_name.partition("/")
                 shape = tuple(entry["shape"])
                 if section not in sections or not all(type(size) is int and size >= 0 for size in shape):
                     raise LayoutError(f"{full_name} has no place in it")
+                if (at := sections.index(section)) < last:
+                    raise LayoutError(f"{full_name} lies behind another section")
+                last = at
                 place = Place(section=section, name=name, dtype=_DTYPES[entry["dtype"]], shape=shape)
                 if entry["data_offsets"] != [end, end + place.size]:
                     raise LayoutError(f"{full_name} is not where it must be")
                 end += place.size
                 places.append(place)
-            return cls(header=header, sections=sections, places=tuple(places))
+            return cls(header=header, sections=sections, places=tuple(places), part_bytes=part_bytes)
         except LayoutError:
             raise
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -26,6 +26,7 @@ from elastic_train.config.faults import FaultSpec
 from elastic_train.events import EventWriter, Record, read_all, read_records
 from elastic_train.futures import result, within
 from elastic_train.peer_ckpt.directory import Directory
+from elastic_train.peer_ckpt.tls import tls_of
 from elastic_train.process_log import print_to
 from elastic_train.replica.rank import Incarnation, SegmentPaths, beacon_path, supervisor_log_path
 from elastic_train.replica.trainer_actor import ProcessActor, TrainerActor
@@ -109,7 +110,8 @@ class ReplicaActor(Actor):
             self._starting.cancel()
             await asyncio.wait({self._starting})
         if incarnation.registry:
-            self._directory = Directory(incarnation.registry, incarnation.token)
+            tls = tls_of(incarnation.config.peer_ckpt)
+            self._directory = Directory(incarnation.registry, incarnation.token, tls=tls)
         self._adopt_orphans(incarnation)
         fired = incarnation.fired | self._fired_here(incarnation)
         told = replace(incarnation, supervisor_pid=os.getpid(), fired=fired)

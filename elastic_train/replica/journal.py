@@ -5,12 +5,18 @@ Rank 0 writes. Where it needs the other ranks' part (hashes, donors), every rank
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 
 from elastic_train.diloco.control import ControlGroup
 from elastic_train.diloco.engine import Sync
 from elastic_train.events import EventWriter
 from elastic_train.peer_ckpt.shards import combine_hashes
+
+PROGRESS_S = 1.0
+"""Between two words on a transfer."""
+_DONORS = 16
+"""As many, of one rank, are named by what they gave."""
 
 
 class Journal:
@@ -22,6 +28,7 @@ class Journal:
         self._speaks = control.rank == 0
         self._last_quorum: tuple[int, list[int]] | None = None
         self._failures = 0
+        self._next_progress = 0.0
 
     def quorum(self, number: int, participants: Sequence[int]) -> None:
         """A quorum came; written if it is another than the last."""
@@ -80,23 +87,40 @@ class Journal:
         if self._speaks:
             self._events.emit("caught_up", outer_step=outer_step, tokens=tokens, donor=donor)
 
-    def heal_started(self, donor: int, outer_step: int) -> None:
-        """A donor's state is being fetched."""
+    def heal_started(self, donors: Sequence[int], outer_step: int) -> None:
+        """A state is being fetched from those slots."""
+        self._next_progress = time.monotonic() + PROGRESS_S
         if self._speaks:
-            self._events.emit("donor_selected", donors=[donor], outer_step=outer_step)
+            self._events.emit("donor_selected", donors=list(donors), outer_step=outer_step)
             self._events.emit("heal_started")
+
+    def transferred(self, received: int, total: int, donors: Mapping[int, int]) -> None:
+        """So many bytes of it have come to this rank; written for rank 0, now and then while it takes long."""
+        if self._speaks and total and time.monotonic() >= self._next_progress:
+            self._next_progress = time.monotonic() + PROGRESS_S
+            self._events.emit("transfer_progress", bytes=received, total_bytes=total, donor_bytes=donors)
 
     def served(self, outer_step: int, state_hash: int) -> None:
         """This rank gave its state to a joiner. Each rank speaks for itself."""
         self._events.emit("state_served", outer_step=outer_step, state_hash=f"{state_hash:x}")
 
-    def heal_finished(self, donor: int, outer_step: int, size: int, duration_s: float, rank_hash: int) -> None:
-        """A donor's state is in place. Every rank calls."""
-        rows = self._control.gather([donor, size, round(duration_s * 1000), rank_hash])
+    def heal_finished(
+        self, primary: int, donors: Mapping[int, int], outer_step: int, duration_s: float, rank_hash: int
+    ) -> None:
+        """The state is in place. ``donors`` gave this rank so many bytes each. Every rank calls."""
+        given = [number for donor in donors.items() for number in donor][: 2 * _DONORS]
+        mine = [primary, sum(donors.values()), round(duration_s * 1000), rank_hash, len(given)]
+        rows = self._control.gather(mine + given + [0] * (2 * _DONORS - len(given)))
+        bytes_of: dict[int, int] = {}
+        for row in rows:
+            numbers = row[5 : 5 + row[4]]
+            for slot, size in zip(numbers[::2], numbers[1::2], strict=True):
+                bytes_of[slot] = bytes_of.get(slot, 0) + size
         if self._speaks:
             self._events.emit(
                 "heal_finished",
-                donors=sorted({row[0] for row in rows}),
+                donors=sorted(bytes_of),
+                donor_bytes=dict(sorted(bytes_of.items())),
                 rank_donors=[row[0] for row in rows],
                 outer_step=outer_step,
                 bytes=sum(row[1] for row in rows),

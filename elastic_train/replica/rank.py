@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from elastic_train.config import RunConfig
+from elastic_train.replica.durable.folder import DurableSnapshot
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +30,8 @@ class Incarnation:
     """Where replicas find each other, ``http://host:port``."""
     token: str = field(default="", repr=False)
     """The run's secret: what a request to the registry or to a peer must show. It belongs in no log and no file."""
+    resume: DurableSnapshot | None = None
+    """What the run starts from, if not from new parameters; a joiner gets its state from a peer all the same."""
     environment: tuple[tuple[str, str], ...] = ()
     """Variables that its processes are started with."""
     supervisor_pid: int = 0

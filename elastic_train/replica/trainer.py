@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torchft.process_group import ProcessGroup
 from torchtitan.components.dataloader import DataloaderExhaustedError
 from torchtitan.components.metrics import _get_metrics_rank
+from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed.utils import set_pg_timeouts
 from torchtitan.trainer import Trainer
 
@@ -31,13 +32,15 @@ from elastic_train.diloco.schedule import OuterSchedule
 from elastic_train.events import EventWriter, LineFile
 from elastic_train.peer_ckpt.shards import local
 from elastic_train.replica.data.loader import DataError
+from elastic_train.replica.durable.content import OuterContent, parameters, read, whole_state
+from elastic_train.replica.durable.folder import DurableSnapshot, Facts
+from elastic_train.replica.durable.writer import SnapshotWriter
 from elastic_train.replica.faults import FaultPlan
 from elastic_train.replica.journal import Journal
 from elastic_train.replica.membership import make_group
 from elastic_train.replica.outer.elastic import make_elastic_engine
 from elastic_train.replica.outer.stock import make_stock_engine
 from elastic_train.replica.rank import Incarnation
-from elastic_train.replica.titan.checkpoint import save_checkpoint
 from elastic_train.replica.titan.lr import lr_step, set_lr_step
 from elastic_train.replica.titan.translate import translate
 from elastic_train.replica.watch.beacon import Beacon, Phase
@@ -79,6 +82,7 @@ class ElasticTrainer(Trainer):
             steps=config.training.steps,
             sync_every=config.diloco.sync_every,
             fragments=config.diloco.fragments,
+            first=incarnation.resume.facts.outer_step if incarnation.resume else 0,
         )
         self.control = ControlGroup(config.comm.init_timeout_seconds)
         self.rank = self.control.rank
@@ -112,6 +116,11 @@ class ElasticTrainer(Trainer):
             hint = advice(config.diloco.outer_lr, config.orchestrator.replicas)
             if hint is not None:
                 self.journal.note(hint)
+        self._writer = self._make_writer()
+        self.restored: OuterContent | None = None
+        """The outer state of a durable snapshot, until the engine has it."""
+        if incarnation.resume is not None and not incarnation.joining:
+            self.restored = read(self, incarnation.resume)
         self._store = self._make_store()
         self._group = self._make_group()
         self._engine: OuterSync | None = None
@@ -124,6 +133,7 @@ class ElasticTrainer(Trainer):
         if not incarnation.joining:
             # Before the release, so that the Lighthouse knows everybody when the first one asks for a quorum.
             self._make_engine()
+            self.restored = None
             self.engine.open_membership()
         beacon.moved(Phase.IDLE)
 
@@ -169,12 +179,29 @@ class ElasticTrainer(Trainer):
         self.journal.finished(self.step, self.outer_step, self._tokens_trained if exact else None)
 
     def save(self, *, last: bool) -> None:
-        """Write a checkpoint that torchtitan's tools read; all ranks of the replica call it together."""
+        """Write a snapshot that torchtitan's tools read, beside the training; every rank of the replica calls it.
+
+        The last one of a run honours ``last_save_model_only`` and ``export_dtype``, and is waited for.
+
+        Raises:
+            NotWritten: the last one could not be written.
+        """
+        settings = self.run_config.checkpoint
+        model_only = last and settings.last_save_model_only
         with self.beacon.during(Phase.SAVE):
-            path, duration_s = save_checkpoint(self, self.run_config.checkpoint, self.incarnation.run_dir, last=last)
-        self.journal.saved(self.outer_step, str(path), duration_s)
+            facts = Facts(
+                step=self.step,
+                outer_step=self.outer_step,
+                state_hash=self.engine.anchor_hash(self._gathered),
+                whole=not model_only,
+            )
+            state = parameters(self, TORCH_DTYPE_MAP[settings.export_dtype]) if model_only else whole_state(self)
+            self._writer.start(state, facts)
+            if last:
+                self._writer.wait()
 
     def close(self) -> None:
+        self._writer.close()
         super().close()
         if self._engine is not None:
             self._engine.close()
@@ -250,6 +277,12 @@ class ElasticTrainer(Trainer):
 
     # -- the outer sync ------------------------------------------------------------------------------------------
 
+    def at_point(self, point: str) -> None:
+        """The outer sync has come to a named point; a fault that waits there acts."""
+        if point == "quorum":
+            self.beacon.moved(Phase.QUORUM)
+        self.faults.passing(point, self.step)
+
     def progress(self) -> torch.Tensor:
         """int64 ``[virtual_shards, 4]``: what this replica read since the last commit, on all ranks that read."""
         mine = self.dataloader.positions().delta(self.dataloader.committed)
@@ -263,8 +296,8 @@ class ElasticTrainer(Trainer):
             case SyncKind.COMMITTED:
                 assert sync.progress is not None
                 self.dataloader.commit(self.dataloader.committed.plus(sync.progress))
-                anchor_hash = self.engine.anchor_hash(lambda value: [row[0] for row in self.control.gather([value])])
-                self.journal.committed(sync, step=self.step, anchor_hash=anchor_hash)
+                self.dataloader.retire(sync.retired)
+                self.journal.committed(sync, step=self.step, anchor_hash=self.engine.anchor_hash(self._gathered))
             case SyncKind.FAILED:
                 self.journal.failed(sync)
                 self.dataloader.restore(self.dataloader.committed)
@@ -278,8 +311,15 @@ class ElasticTrainer(Trainer):
         settings = self.run_config.checkpoint
         before = self.schedule.start(self.outer_step - 1)
         due = settings.enable and self.step // settings.interval > before // settings.interval
-        if due and self.step < self.schedule.steps and min(sync.participants) == self.incarnation.slot:
-            self.save(last=False)
+        if not due or self.step >= self.schedule.steps or min(sync.participants) != self.incarnation.slot:
+            return
+        if self._writer.is_busy():
+            self.journal.note(f"no snapshot of step {self.step}: the one before is still being written")
+            return
+        self.save(last=False)
+
+    def _gathered(self, value: int) -> list[int]:
+        return [row[0] for row in self.control.gather([value])]
 
     # -- membership, and faults that strike it -------------------------------------------------------------------
 
@@ -288,6 +328,22 @@ class ElasticTrainer(Trainer):
         diloco = self.run_config.diloco
         bound_s = diloco.connect_timeout_s if diloco.engine == "elastic" else diloco.timeout_s
         return make_group(diloco.backend, fixes.DEVICE, bound_s)
+
+    def _make_writer(self) -> SnapshotWriter:
+        settings, incarnation = self.run_config.checkpoint, self.incarnation
+
+        def saved(snapshot: DurableSnapshot, duration_s: float) -> None:
+            self.journal.saved(snapshot.facts.outer_step, str(snapshot.path), duration_s)
+
+        return SnapshotWriter(
+            incarnation.run_dir / settings.folder,
+            slot=incarnation.slot,
+            incarnation=incarnation.number,
+            keep=settings.keep_latest_k,
+            control=self.control,
+            on_saved=saved,
+            on_failed=self.journal.note,
+        )
 
     def _make_engine(self) -> None:
         make = make_elastic_engine if self.run_config.diloco.engine == "elastic" else make_stock_engine

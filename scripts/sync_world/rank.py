@@ -20,6 +20,7 @@ from elastic_train.diloco.elastic import ElasticEngine
 from elastic_train.diloco.engine import ForeignReplica, Sync, SyncKind, Trained
 from elastic_train.diloco.flat import flatten
 from elastic_train.diloco.fragments import split
+from elastic_train.diloco.peers import Transfers
 from elastic_train.diloco.presence import Identity
 from elastic_train.diloco.quorum import QuorumSeat
 from elastic_train.events import LineFile
@@ -100,7 +101,7 @@ class WorldRank:
                 registry=place.registry,
                 token=place.token,
                 config_digest=int(place.slot in spec.foreign),
-                transfer_timeout_s=_TRANSFER_TIMEOUT_S,
+                transfers=Transfers(timeout_s=_TRANSFER_TIMEOUT_S),
                 watchdog_s=15.0,
             ),
             config=spec.diloco,

@@ -162,11 +162,22 @@ class WorldJournal:
     def fenced(self, cause: str, outer_step: int) -> None:
         self._diary.tell("fenced", cause=cause, outer_step=outer_step)
 
-    def heal_started(self, donor: int, outer_step: int) -> None:
-        self._diary.tell("heal_started", donor=donor, outer_step=outer_step)
+    def heal_started(self, donors: Sequence[int], outer_step: int) -> None:
+        self._diary.tell("heal_started", donors=list(donors), outer_step=outer_step)
 
-    def heal_finished(self, donor: int, outer_step: int, size: int, duration_s: float, rank_hash: int) -> None:
-        self._diary.tell("heal_finished", donor=donor, outer_step=outer_step, bytes=size, steps=self._trainee.steps)
+    def transferred(self, received: int, total: int, donors: Mapping[int, int]) -> None: ...
+
+    def heal_finished(
+        self, primary: int, donors: Mapping[int, int], outer_step: int, duration_s: float, rank_hash: int
+    ) -> None:
+        self._diary.tell(
+            "heal_finished",
+            donor=primary,
+            donors=sorted(donors),
+            outer_step=outer_step,
+            bytes=sum(donors.values()),
+            steps=self._trainee.steps,
+        )
 
     def served(self, outer_step: int, state_hash: int) -> None:
         self._diary.tell_for_rank("state_served", outer_step=outer_step)

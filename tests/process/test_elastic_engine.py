@@ -85,6 +85,14 @@ def test_a_replica_joins_in_the_middle_of_a_cycle_of_fragments(overlap_steps: in
     assert participants(account, last_outer_step(account)) == [0, 1, 2]
 
 
+def test_three_join_at_once_with_one_donor_left(run_dir: Path) -> None:
+    account = run(WorldSpec(replicas=4, steps=300, late={1: 5, 2: 5, 3: 5}), run_dir)
+    heals = told(account, "heal_finished")
+    assert len(heals) == 3
+    assert 0 in {donor for heal in heals for donor in heal["donors"]}
+    assert participants(account, last_outer_step(account)) == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize("replicas", [2, 3])
 def test_int8_stays_near_the_oracle(replicas: int, run_dir: Path) -> None:
     account = run(

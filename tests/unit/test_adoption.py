@@ -1,6 +1,6 @@
 """How a replica takes over a peer's state; the transfer itself is the matter of ``test_peers``."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -14,11 +14,11 @@ from elastic_train.diloco.flat import flatten
 from elastic_train.diloco.flight import Contribution
 from elastic_train.diloco.interval import Interval
 from elastic_train.diloco.ledger import Ledger
-from elastic_train.diloco.peers import PeerState
+from elastic_train.diloco.peers import Member, Offer
 from elastic_train.diloco.publication import INNER, OUTER, Publication
 from elastic_train.diloco.schedule import OuterSchedule
-from elastic_train.peer_ckpt.client import TransferFailed
-from elastic_train.peer_ckpt.shards import combine, load_tensors
+from elastic_train.peer_ckpt.client import Donor, Fetched, TransferFailed
+from elastic_train.peer_ckpt.shards import combine, load_tensors, tensor_bytes
 from elastic_train.peer_ckpt.snapshot import Snapshot
 from tests.controls import Alone, each, together
 from tests.rows import ROW
@@ -38,11 +38,17 @@ class Journal:
     def __init__(self) -> None:
         self.told: list[tuple[Any, ...]] = []
 
-    def heal_started(self, donor: int, outer_step: int) -> None:
-        self.told.append(("heal_started", donor, outer_step))
+    def heal_started(self, donors: Sequence[int], outer_step: int) -> None:
+        self.told.append(("heal_started", *donors, outer_step))
 
-    def heal_finished(self, donor: int, outer_step: int, size: int, duration_s: float, rank_hash: int) -> None:
-        self.told.append(("heal_finished", donor, outer_step, size, rank_hash))
+    def transferred(self, received: int, total: int, donors: Mapping[int, int]) -> None:
+        assert received <= total == sum(donors.values())
+
+    def heal_finished(
+        self, primary: int, donors: Mapping[int, int], outer_step: int, duration_s: float, rank_hash: int
+    ) -> None:
+        assert list(donors) == [primary]
+        self.told.append(("heal_finished", primary, outer_step, sum(donors.values()), rank_hash))
 
     def caught_up(self, outer_step: int, tokens: int, donor: int) -> None:
         self.told.append(("caught_up", outer_step, tokens, donor))
@@ -88,28 +94,46 @@ class Market:
     """The peers of a rank: states to be had, or not, in the order in which they are preferred."""
 
     def __init__(self) -> None:
-        self.offers: dict[PeerState, Snapshot | Exception] = {}
+        self.offers: dict[Offer, Snapshot | Exception] = {}
         self.fetched: list[int] = []
+        self.took: list[int] = []
         self.looks: list[tuple[int, Sequence[int] | None]] = []
 
-    def newest(
-        self, at_least: int, among: Collection[int] | None = None, avoid: Collection[PeerState] = ()
-    ) -> PeerState | None:
+    def offer(
+        self, at_least: int, among: Collection[int] | None = None, avoid: Collection[Member] = ()
+    ) -> Offer | None:
         self.looks.append((at_least, list(among) if among is not None else None))
         fit = [
-            state for state in self.offers if state.outer_step >= at_least and (among is None or state.slot in among)
+            offer
+            for offer in self.offers
+            if offer.outer_step >= at_least and (among is None or offer.donors[0][0] in among)
         ]
-        return next((state for state in fit if state not in avoid), fit[0] if fit else None)
+        return next((offer for offer in fit if offer.donors[0] not in avoid), fit[0] if fit else None)
 
     def fetch(
-        self, source: PeerState, sections: Sequence[str], timeout_s: float, alive: Callable[[], None]
-    ) -> Snapshot:
+        self,
+        offer: Offer,
+        sections: Sequence[str],
+        shared: Sequence[str],
+        *,
+        alive: Callable[[], None],
+        on_progress: Callable[[int, int, Mapping[int, int]], None],
+    ) -> Fetched:
+        assert shared == [OUTER]
         alive()
-        self.fetched.append(source.slot)
-        offer = self.offers[source]
-        if isinstance(offer, Exception):
-            raise offer
-        return Snapshot(offer.header, {section: offer.sections[section] for section in sections})
+        (slot, incarnation), *_ = offer.donors
+        self.fetched.append(slot)
+        found = self.offers[offer]
+        if isinstance(found, Exception):
+            raise found
+        snapshot = Snapshot(found.header, {section: found.sections[section] for section in sections})
+        size = tensor_bytes(snapshot.sections)
+        on_progress(size, size, {slot: size})
+        donor = Donor(slot=slot, incarnation=incarnation, address="")
+        return Fetched(snapshot=snapshot, primary=donor, donors={donor: size}, refetched=0)
+
+    def taken(self, fetched: Fetched) -> None:
+        self.took.append(fetched.primary.slot)
 
 
 class Replica:
@@ -148,13 +172,13 @@ class Replica:
 
     def shows(self, outer_step: int) -> Snapshot:
         self.publication.publish(self.ledger.header(outer_step))
-        self.publication.finish()
+        self.publication.settle()
         return self.rank.shown[-1]
 
-    def is_offered(self, snapshot: Snapshot | Exception, source: PeerState) -> None:
+    def is_offered(self, snapshot: Snapshot | Exception, source: Offer) -> None:
         self.market.offers[source] = snapshot
 
-    def catch_up(self, source: PeerState, voted: tuple[int, int, Contribution] | None = None) -> Sync | None:
+    def catch_up(self, source: Offer, voted: tuple[int, int, Contribution] | None = None) -> Sync | None:
         return self.adoption.catch_up(source, voted)
 
     def everything(self) -> tuple[Any, ...]:
@@ -171,7 +195,7 @@ class Replica:
         )
 
 
-def donor_at(outer_step: int, *, slot: int = DONOR, first: float = 100.0) -> tuple[PeerState, Snapshot]:
+def donor_at(outer_step: int, *, slot: int = DONOR, first: float = 100.0) -> tuple[Offer, Snapshot]:
     """A peer of one rank and what it shows; each fragment has an outer step behind it."""
     replica = Replica(first=first)
     for index, fragment in enumerate(replica.fragments):
@@ -181,7 +205,7 @@ def donor_at(outer_step: int, *, slot: int = DONOR, first: float = 100.0) -> tup
         state_hash = combine([replica.ledger.rank_hash_with(index, part)])
         at = outer_step - len(SIZES) + 1 + index
         replica.ledger.commit(at, index, part=part, state_hash=state_hash, members=[(slot, 0)])
-    state = PeerState(slot=slot, incarnation=0, outer_step=outer_step, state_hash=replica.ledger.state_hash)
+    state = Offer(outer_step=outer_step, state_hash=replica.ledger.state_hash, donors=((slot, 0),))
     return state, replica.shows(outer_step)
 
 
@@ -344,12 +368,8 @@ REFUSED: dict[str, Callable[[Snapshot], Snapshot | Exception]] = {
 def test_a_state_that_is_not_the_one_named_on_one_rank_is_refused_on_all(way: str, kind: str, rank: int) -> None:
     controls = together(2)
     parts = [donor_at(LAST - 2, first=first)[1] for first in (100.0, 200.0)]
-    source = PeerState(
-        slot=DONOR,
-        incarnation=0,
-        outer_step=LAST - 2,
-        state_hash=combine([part.header["rank_hash"] for part in parts]),
-    )
+    state_hash = combine([part.header["rank_hash"] for part in parts])
+    source = Offer(outer_step=LAST - 2, state_hash=state_hash, donors=((DONOR, 0),))
 
     def refuses(mine: int) -> bool:
         replica = Replica(controls[mine], timeout_s=0.0)
@@ -368,7 +388,7 @@ def test_the_same_state_whole_on_all_ranks_is_taken_by_all() -> None:
     controls = together(2)
     parts = [donor_at(LAST - 2, first=first)[1] for first in (100.0, 200.0)]
     hashes = [part.header["rank_hash"] for part in parts]
-    source = PeerState(slot=DONOR, incarnation=0, outer_step=LAST - 2, state_hash=combine(hashes))
+    source = Offer(outer_step=LAST - 2, state_hash=combine(hashes), donors=((DONOR, 0),))
 
     def takes(mine: int) -> bool:
         replica = Replica(controls[mine])
@@ -385,7 +405,7 @@ def test_parts_of_two_states_are_no_state() -> None:
     controls = together(2)
     parts = [donor_at(LAST - 2, first=first)[1] for first in (100.0, 200.0)]
     hashes = [part.header["rank_hash"] for part in parts]
-    source = PeerState(slot=DONOR, incarnation=0, outer_step=LAST - 2, state_hash=combine(hashes))
+    source = Offer(outer_step=LAST - 2, state_hash=combine(hashes), donors=((DONOR, 0),))
 
     def swapped(mine: int) -> Sync | None:
         replica = Replica(controls[mine])
@@ -462,12 +482,12 @@ def test_the_search_for_a_donor_goes_on_until_one_is_there() -> None:
     # It lets itself be seen at the third look.
     looks = replica.market.looks
 
-    def appears(at_least: int, among: Collection[int] | None = None, avoid: Collection[PeerState] = ()) -> Any:
+    def appears(at_least: int, among: Collection[int] | None = None, avoid: Collection[Member] = ()) -> Any:
         if len(looks) == 2:
             replica.is_offered(snapshot, source)
-        return Market.newest(replica.market, at_least, among, avoid)
+        return Market.offer(replica.market, at_least, among, avoid)
 
-    replica.market.newest = appears  # type: ignore[method-assign]
+    replica.market.offer = appears  # type: ignore[method-assign]
 
     assert replica.adoption.heal_from_any(0, None) is not None
     assert looks == [(0, None)] * 3

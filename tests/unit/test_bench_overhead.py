@@ -17,6 +17,8 @@ def test_overhead_is_the_median_over_rounds_not_over_times() -> None:
     assert figures["step_s_plain"] == pytest.approx(11.0 / 20)
     assert figures["step_s_elastic"] == pytest.approx(11.0 / 20)
     assert (figures["sync_s_elastic"], figures["sync_s_stock"]) == (0.2, 0.4)
+    assert figures["sync_pct"] == pytest.approx(1.818)
+    assert figures["stock_sync_pct"] == pytest.approx(2.0)
     assert len(figures["rounds"]) == 3
 
 

@@ -59,12 +59,12 @@ def stand_in(monkeypatch, name: str, **functions: object) -> None:
 
 
 class Runs(list):
-    """What `run` was called with: config, notes, run_dir, name."""
+    """What `run` was called with: config, notes, run_dir, name, resume."""
 
     end = RunEnd(status="succeeded")
 
-    def run(self, config, notes, *, name, run_dir, view):
-        self.append((config, notes, run_dir, name))
+    def run(self, config, notes, *, name, run_dir, resume, view):
+        self.append((config, notes, run_dir, name, resume))
         return self.end
 
 
@@ -119,14 +119,14 @@ def test_flags_reach_the_config(call, config, runs):
         "--job.description=a b",
     ]
     assert call("run", config, *arguments) == (0, "", "")
-    ((loaded, notes, run_dir, name),) = runs
+    ((loaded, notes, run_dir, name, resume),) = runs
     assert loaded.diloco.sync_every == 50
     assert loaded.training.steps == 200
     assert loaded.faults.at == ("0.0@70:kill",)
     assert loaded.job.description == "a b"
     assert loaded.model.flavor == "tiny"
     assert notes == ()
-    assert run_dir is None
+    assert (run_dir, resume) == (None, None)
     assert name == "run"
 
 
@@ -144,6 +144,11 @@ def test_a_negative_number_is_a_value(call, config, runs):
 def test_the_run_folder_may_be_named(call, config, runs, flag):
     call("run", config, flag, "some/folder")
     assert runs[0][2] == Path("some/folder")
+
+
+def test_a_run_may_go_on_from_another(call, config, runs):
+    call("run", config, "--resume", "some/folder")
+    assert runs[0][4] == Path("some/folder")
 
 
 def test_notes_reach_the_run(call, config, runs, monkeypatch):

@@ -73,7 +73,8 @@ def test_a_flag_switches_the_quantizing_of_the_file_off(load):
 
 
 def test_quantizing_is_not_for_torchfts_engine(refusal):
-    text = f'{ENABLED}should_quantize = true\n[diloco]\nengine = "torchft"\nweighting = "uniform"\n'
+    stock = '[diloco]\nengine = "torchft"\nweighting = "uniform"\n[peer_ckpt]\ntransport = "http"\n'
+    text = f"{ENABLED}should_quantize = true\n{stock}"
     assert refusal(text).endswith(
         ':4: diloco.compression = "int8" is not supported by diloco.engine = "torchft", which exchanges what there is '
         'unrounded: set it to "none"'

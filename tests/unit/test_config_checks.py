@@ -25,7 +25,7 @@ def refusal(load):
     return refusal
 
 
-STOCK = {"diloco.engine": "torchft", "diloco.weighting": "uniform"}
+STOCK = {"diloco.engine": "torchft", "diloco.weighting": "uniform", "peer_ckpt.transport": "http"}
 
 CONTRADICTIONS = {
     "tick and heartbeat": (
@@ -97,9 +97,29 @@ CONTRADICTIONS = {
         "diloco.outer_nesterov = true has no meaning with diloco.outer_momentum = 0.0",
     ),
     "torchft and weights": (
-        {"diloco.engine": "torchft"},
+        {"diloco.engine": "torchft", "peer_ckpt.transport": "http"},
         'diloco.weighting = "tokens" is not supported by diloco.engine = "torchft", which weighs all replicas alike: '
         'set it to "uniform"',
+    ),
+    "torchft and the wire": (
+        STOCK | {"peer_ckpt.transport": "tcp"},
+        'peer_ckpt.transport = "tcp" is not supported by diloco.engine = "torchft", which takes a state inside the ',
+    ),
+    "our engine and torchft's wire": (
+        {"peer_ckpt.transport": "http"},
+        'peer_ckpt.transport = "http" is torchft\'s transport, which takes diloco.engine = "torchft": set ',
+    ),
+    "donors": ({"peer_ckpt.donors": "9"}, "peer_ckpt.donors = 9 is too much: set it to 8 at most"),
+    "streams": ({"peer_ckpt.streams": "17"}, "peer_ckpt.streams = 17 is too much: set it to 16 at most"),
+    "snapshots": ({"peer_ckpt.snapshots": "3"}, "peer_ckpt.snapshots = 3 is too much: set it to 2 at most"),
+    "a certificate without a key": (
+        {"peer_ckpt.tls_certificate": "a.pem", "peer_ckpt.tls_authority": "ca.pem"},
+        "TLS between peers needs all of peer_ckpt.tls_certificate, peer_ckpt.tls_key, peer_ckpt.tls_authority: "
+        "set peer_ckpt.tls_key",
+    ),
+    "silence and transfer": (
+        {"peer_ckpt.idle_timeout_s": "300"},
+        "peer_ckpt.idle_timeout_s = 300.0 must be shorter than peer_ckpt.timeout_s = 300.0: another donor must ",
     ),
     "torchft and time": (
         STOCK | {"diloco.interval": "time"},

@@ -1,10 +1,14 @@
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 
 from elastic_train.replica.titan import fixes  # noqa: F401  # isort: skip  (must come before the rest of torchtitan)
 
@@ -34,16 +38,24 @@ class CharTokenizer(BaseTokenizer):
         return 0x110000
 
 
-@pytest.fixture
-def dataset(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The documents behind every loader of the test; each has a letter of its own, three times."""
-    texts = [chr(FIRST + number) * 3 for number in range(21)]
+@contextmanager
+def reading(texts: list[str]) -> Iterator[None]:
+    """Every loader that is made meanwhile reads these documents."""
 
     def open_documents(_: object, virtual_shards: int) -> Documents:
         return Documents(datasets.Dataset.from_dict({"text": texts}), virtual_shards)
 
-    monkeypatch.setattr("elastic_train.replica.data.loader.open_documents", open_documents)
-    return texts
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("elastic_train.replica.data.loader.open_documents", open_documents)
+        yield
+
+
+@pytest.fixture
+def dataset() -> Iterator[list[str]]:
+    """The documents behind every loader of the test; each has a letter of its own, three times."""
+    texts = [chr(FIRST + number) * 3 for number in range(21)]
+    with reading(texts):
+        yield texts
 
 
 def make(
@@ -260,3 +272,188 @@ def test_reads_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs, _ = next(iter(make(seq_len=4, batch=1, dataset=str(tmp_path / "a.txt"))))
 
     assert inputs["input"].tolist() == [[BOS, *b"abc"]]
+
+
+def samples_of(texts: list[str]) -> list[list[int]]:
+    """Of each shard the samples of an epoch, by their first label: all differ, if all characters do.
+
+    For documents of an odd length in samples of two tokens, so that none reaches into the next document.
+    """
+    size, more = divmod(len(texts), SHARDS)
+    starts = [shard * size + min(shard, more) for shard in range(SHARDS + 1)]
+    return [[ord(char) for text in texts[start:stop] for char in text[::2]] for start, stop in pairwise(starts)]
+
+
+class Reader:
+    """A loader, and what it read since the last commit."""
+
+    def __init__(self, loader: ElasticDataLoader) -> None:
+        self.loader = loader
+        self.read: list[int] = []
+        self._batches = iter(loader)
+
+    def draw(self, batches: int) -> None:
+        for _ in range(batches):
+            if (batch := next(self._batches, None)) is None:
+                # It has ended; there may be more to read after a retirement.
+                self._batches = iter(self.loader)
+                return
+            self.read += [label[0] for label in batch[1].tolist()]
+
+
+def commit(readers: list[Reader], passed: bool) -> list[int]:
+    """A sync of these readers; the samples that it commits, all that they read if it passed."""
+    read = [sample for reader in readers for sample in reader.read]
+    if passed:
+        moved = [
+            reader.loader.positions().delta(reader.loader.committed).any(dim=1).nonzero().flatten().tolist()
+            for reader in readers
+        ]
+        assert max(Counter(chain.from_iterable(moved)).values(), default=1) == 1, "two readers moved one shard"
+        sync([reader.loader for reader in readers])
+    else:
+        for reader in readers:
+            reader.loader.restore(reader.loader.committed)
+    for reader in readers:
+        reader.read.clear()
+    return read if passed else []
+
+
+# Not shrunk: each example opens many datasets, so it would take minutes.
+@settings(max_examples=20, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@given(data=st.data(), replicas=st.integers(2, 4), ranks=st.integers(1, 2), documents=st.integers(SHARDS, 20))
+@pytest.mark.parametrize("infinite", [False, True])
+def test_every_sample_is_committed_once_over_retirements(
+    infinite: bool, data: st.DataObject, replicas: int, ranks: int, documents: int
+) -> None:
+    texts = ["".join(chr(FIRST + 3 * number + char) for char in range(3)) for number in range(documents)]
+    with reading(texts):
+        slots = {
+            slot: [
+                Reader(make(rank, ranks, seq_len=2, replica=slot, replicas=replicas, infinite=infinite))
+                for rank in range(ranks)
+            ]
+            for slot in range(replicas)
+        }
+        dead: set[int] = set()
+        committed: list[int] = []
+        for _ in range(data.draw(st.integers(1, 6), "syncs")):
+            living = [reader for readers in slots.values() for reader in readers]
+            for reader in living:
+                reader.draw(data.draw(st.integers(0, 3), "batches"))
+            for slot in data.draw(st.sets(st.sampled_from(sorted(slots)), max_size=len(slots) - 1), "die"):
+                del slots[slot]
+                dead.add(slot)
+            living = [reader for readers in slots.values() for reader in readers]
+            committed += commit(living, data.draw(st.booleans(), "passed"))
+            for slot, readers in slots.items():
+                # The news reaches one replica now, another at a later commit.
+                known = data.draw(
+                    st.sets(st.sampled_from(sorted(dead))) if dead else st.just(set()), f"known to {slot}"
+                )
+                for reader in readers:
+                    reader.loader.retire(known)
+        living = [reader for readers in slots.values() for reader in readers]
+        for reader in living:
+            reader.loader.retire(dead)
+        for _ in range(2):
+            for reader in living:
+                reader.draw(2 if infinite else 40)
+            committed += commit(living, passed=True)
+
+    table = living[0].loader.committed
+    for shard, expected in enumerate(samples_of(texts)):
+        mine = [sample for sample in committed if sample in expected]
+        assert len(mine) == table[shard].samples
+        if infinite:
+            assert mine[: len(expected)] == expected[: len(mine)]
+            assert set(Counter(mine).values()) <= {len(mine) // len(expected), len(mine) // len(expected) + 1}
+        else:
+            assert mine == expected
+
+
+def test_shards_of_a_retired_replica_go_on_where_they_are_committed(dataset: list[str]) -> None:
+    loaders = make_all(2, 1)
+    mine, other = loaders
+    mine_batches, other_batches = iter(mine), iter(other)
+    next(mine_batches)
+    next(other_batches)
+    table = sync(loaders)
+    next(mine_batches)
+    next(other_batches)
+    reached = mine.positions()
+
+    mine.retire([1])
+
+    assert mine.retired == {1}
+    assert mine.positions() == reached
+    assert all(mine.positions()[shard] == table[shard] for shard in range(1, SHARDS, 2))
+    for _ in range(5):
+        next(mine_batches)
+    assert {row[3] for row in mine.positions().to_list()} == {2}
+    assert mine.positions().delta(mine.committed).any(dim=1).all()
+
+
+def test_retired_again_changes_nothing(dataset: list[str]) -> None:
+    mine, *_ = make_all(3, 1)
+    batches = iter(mine)
+    mine.retire([2])
+    for _ in range(4):
+        next(batches)
+    reached = mine.positions()
+
+    mine.retire({2})
+    mine.retire([])
+
+    assert mine.retired == {2}
+    assert mine.positions() == reached
+    mine.retire([1])
+    assert mine.retired == {1, 2}
+    assert mine.positions() == reached
+
+
+@pytest.mark.parametrize("first", ["retired", "restored"])
+def test_new_loader_goes_on_with_shards_that_it_took_over(dataset: list[str], first: str) -> None:
+    old, new = make(replicas=2), make(replicas=2)
+    batches = iter(old)
+    old.retire([1])
+    for _ in range(9):
+        next(batches)
+    if first == "retired":
+        new.retire([1])
+    new.load_state_dict(old.state_dict())
+    new.retire([1])
+
+    assert new.positions() == old.positions()
+    for batch, _ in zip(new, range(20), strict=False):
+        assert equal(batch, next(batches))
+
+
+def test_shards_without_documents_are_left_when_a_replica_retires(dataset: list[str]) -> None:
+    del dataset[3:]
+    mine = make(replicas=2, seq_len=4, batch=6, infinite=False)
+    mine.retire([1])
+    (batch,) = mine
+
+    assert sorted(batch[1][:, 0].tolist()) == [FIRST, FIRST + 1, FIRST + 2]
+
+
+@pytest.mark.parametrize(
+    ("slots", "message"),
+    [
+        ([3], r"no such replica to retire: \[3\], where the run has 3"),
+        ([-1, 1], r"no such replica to retire: \[-1\]"),
+        ([0], "replica 0 is retired"),
+        ([0, 1, 2], "all 3 replicas are retired"),
+    ],
+)
+def test_retirements_that_cannot_be(dataset: list[str], slots: list[int], message: str) -> None:
+    mine, *_ = make_all(3, 1)
+    mine.retire([2])
+    reached = mine.positions()
+
+    with pytest.raises(ValueError, match=message):
+        mine.retire(slots)
+
+    assert mine.retired == {2}
+    assert mine.positions() == reached

@@ -23,12 +23,13 @@ from elastic_train.config import DilocoConfig
 from elastic_train.diloco.elastic import ElasticEngine
 from elastic_train.diloco.engine import NonFinite, Sync, SyncFailed, SyncKind, Trained
 from elastic_train.diloco.flat import flatten
-from elastic_train.diloco.peers import PeerState
+from elastic_train.diloco.peers import Offer, Transfers
 from elastic_train.diloco.presence import Identity
 from elastic_train.diloco.publication import INNER
 from elastic_train.diloco.quorum import Formed, QuorumSeat
 from elastic_train.diloco.schedule import OuterSchedule
 from elastic_train.lighthouse.registry import RegistryServer
+from elastic_train.peer_ckpt.directory import Directory
 from elastic_train.peer_ckpt.shards import load_tensors
 from elastic_train.peer_ckpt.snapshot import Snapshot
 from tests.controls import Alone
@@ -159,7 +160,7 @@ class Replica:
                 registry=registry,
                 token=TOKEN,
                 config_digest=0,
-                transfer_timeout_s=TIMEOUT_S,
+                transfers=Transfers(timeout_s=TIMEOUT_S),
                 watchdog_s=TIMEOUT_S,
             ),
             config=config,
@@ -310,6 +311,30 @@ def test_replicas_commit_the_mean_of_what_they_learned_by_their_tokens() -> None
             assert replica.points == ["snapshot", "quorum", "reduce", "vote", "commit", "snapshot"]
         assert one.anchor_hash() == two.anchor_hash()
         assert one.engine.tokens == 2 * TOKENS[0]
+
+
+def test_a_replica_is_given_up_once_all_members_know_of_it() -> None:
+    with world(2) as run:
+        run.interval()
+        one, two = run.replicas
+        for replica in run.replicas:
+            # With what is published they have heard all that the registry knows.
+            replica.engine._publication.settle()
+        control = Directory(run.registry.url, TOKEN)
+        control.retired(7)
+        control.retired(5)
+        one.engine._peers.newest(0)
+        assert [len(replica.engine._peers.retired) for replica in run.replicas] == [2, 0]
+        assert [sync.retired for sync in run.interval()] == [(), ()]
+        two.engine._peers.newest(0)
+
+        assert [sync.retired for sync in run.interval()] == [(7, 5), (7, 5)]
+
+        assert [sync.retired for sync in run.interval()] == [(), ()]
+        # Who comes later takes it over with the state.
+        late = run.add()
+        late.engine.join()
+        assert late.engine._ledger.retired == (7, 5)
 
 
 def test_a_run_goes_on_to_its_end_and_leaves_the_membership() -> None:
@@ -530,7 +555,7 @@ def test_one_that_is_behind_catches_up_with_what_it_has_learned(knows: str, monk
             run.lighthouse.expect(0, 1)
             look, published = behind.engine._adoption.look, threading.Event()
 
-            def look_late(*arguments: Any) -> PeerState | None:
+            def look_late(*arguments: Any) -> Offer | None:
                 assert published.wait(TIMEOUT_S)
                 return look(*arguments)
 

@@ -1,6 +1,7 @@
 """A trainer as the elastic engine sees it; the trainer's state itself is the matter of ``test_state``."""
 
 import threading
+from collections.abc import Collection
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from elastic_train.peer_ckpt.snapshot import Snapshot
 from elastic_train.replica.data.position import PositionTable, ShardPosition
 from elastic_train.replica.outer.elastic import ElasticTrainee
+from elastic_train.replica.trainer import ElasticTrainer
 from elastic_train.replica.watch.beacon import Phase
 
 START = PositionTable.start(3)
@@ -33,7 +35,7 @@ class Trainer(SimpleNamespace):
 def test_a_point_is_where_faults_strike(point: str, phases: list[Phase]) -> None:
     trainer = Trainer()
 
-    ElasticTrainee(trainer).at_point(point)  # type: ignore[arg-type]
+    ElasticTrainer.at_point(trainer, point)  # type: ignore[arg-type]
 
     assert trainer.points == [(point, 7)]
     # While it waits for peers, the rank's own time budget does not run.
@@ -67,12 +69,18 @@ class Loader:
     def __init__(self) -> None:
         self.committed = START
         self.own = ShardPosition(document=4, samples=9)
+        self.retired: list[int] = []
 
     def positions(self) -> PositionTable:
         return self.committed.replace({1: self.own})
 
     def commit(self, table: PositionTable) -> None:
         self.committed = table
+
+    def retire(self, slots: Collection[int]) -> None:
+        # Their shards begin where they are committed, so that must be known before.
+        assert self.committed != START
+        self.retired += slots
 
 
 @pytest.mark.parametrize(
@@ -83,9 +91,10 @@ class Loader:
 def test_who_catches_up_goes_on_counting_what_the_peers_have_not(included: ShardPosition, read: list[int]) -> None:
     loader = Loader()
     peers = START.replace({0: ShardPosition(document=8, samples=8), 1: included})
-    snapshot = Snapshot({"extra": {"positions": peers.to_list()}}, {})
+    snapshot = Snapshot({"extra": {"positions": peers.to_list()}, "retired": [3]}, {})
 
     ElasticTrainee(Trainer(dataloader=loader)).follow(snapshot, included=True)  # type: ignore[arg-type]
 
     assert loader.committed == peers
+    assert loader.retired == [3]
     assert loader.positions().delta(loader.committed).tolist() == [[0] * 4, read, [0] * 4]

@@ -34,6 +34,12 @@ def test_a_whole_run_walks_through_every_step() -> None:
     assert fragments == [0, 1, 0, 1, 0, 1]
 
 
+def test_a_run_that_goes_on_from_a_snapshot_begins_there() -> None:
+    interval = Interval(OuterSchedule(steps=20, sync_every=8, fragments=2, first=3))
+
+    assert (interval.outer_step, interval.fragment, interval.next_step, interval.quota) == (3, 1, 13, 4)
+
+
 def test_an_interval_is_full_at_its_quota(interval: Interval) -> None:
     assert (interval.done, interval.quota, interval.full) == (0, 4, False)
     train(interval, 3)

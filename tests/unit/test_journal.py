@@ -107,8 +107,8 @@ WRITTEN: dict[str, tuple[Act, list[dict[str, Any]]]] = {
         [{"event": "caught_up", "outer_step": 5, "tokens": 320, "donor": 1}],
     ),
     "heal started": (
-        lambda journal: journal.heal_started(1, 5),
-        [{"event": "donor_selected", "donors": [1], "outer_step": 5}, {"event": "heal_started"}],
+        lambda journal: journal.heal_started([1, 3], 5),
+        [{"event": "donor_selected", "donors": [1, 3], "outer_step": 5}, {"event": "heal_started"}],
     ),
     "joined": (
         lambda journal: journal.joined(5, 41),
@@ -154,15 +154,18 @@ def test_each_rank_tells_itself_what_it_served(tmp_path: Path, rank: int) -> Non
 
 
 def test_a_heal_is_that_of_all_ranks(tmp_path: Path) -> None:
-    # Donor, bytes, milliseconds and hash of the other two.
-    book = Book(tmp_path, others=[[0, 200, 1500, -2], [1, 300, 700, 3]])
+    # The primary donor, bytes, milliseconds, hash, and the bytes of each donor, of the other two.
+    nobody = [0] * 28
+    others = [[0, 200, 1500, -2, 2, 0, 200, 0, 0, *nobody], [1, 300, 700, 3, 4, 1, 250, 0, 50, *nobody]]
+    book = Book(tmp_path, others=others)
 
-    book.journal.heal_finished(1, 5, 100, 0.9, 16)
+    book.journal.heal_finished(1, {1: 60, 2: 40}, 5, 0.9, 16)
 
     assert book.events() == [
         {
             "event": "heal_finished",
-            "donors": [0, 1],
+            "donors": [0, 1, 2],
+            "donor_bytes": {"0": 250, "1": 310, "2": 40},
             "rank_donors": [1, 0, 1],
             "outer_step": 5,
             "bytes": 600,
@@ -182,12 +185,30 @@ def test_another_rank_has_its_part_in_a_heal(tmp_path: Path) -> None:
             return super().gather(row)
 
     book = Book(tmp_path)
-    journal = Journal(book.events_writer, Listening(1, [[0, 0, 0, 0]]))  # type: ignore[arg-type]
+    journal = Journal(book.events_writer, Listening(1, [[0] * 37]))  # type: ignore[arg-type]
 
-    journal.heal_finished(1, 5, 100, 0.9, -7)
+    journal.heal_finished(1, {1: 100}, 5, 0.9, -7)
 
-    assert told == [[[1, 100, 900, -7]]]
+    assert told == [[[1, 100, 900, -7, 2, 1, 100, *[0] * 30]]]
     assert book.events() == []
+
+
+def test_a_transfer_is_spoken_of_while_it_takes_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    book, silent = Book(tmp_path / "0"), Book(tmp_path / "1", rank=1)
+    monkeypatch.setattr("elastic_train.replica.journal.PROGRESS_S", 0.0)
+    for journal in (book.journal, silent.journal):
+        journal.heal_started([1], 5)
+        # Nothing is known of its size yet.
+        journal.transferred(0, 0, {})
+        journal.transferred(30, 100, {1: 20, 3: 10})
+    monkeypatch.setattr("elastic_train.replica.journal.PROGRESS_S", 3600.0)
+    book.journal.heal_started([1], 6)
+    book.journal.transferred(30, 100, {1: 30})
+
+    assert [event for event in book.events() if event["event"] == "transfer_progress"] == [
+        {"event": "transfer_progress", "bytes": 30, "total_bytes": 100, "donor_bytes": {"1": 20, "3": 10}}
+    ]
+    assert silent.events() == []
 
 
 def test_a_quorum_is_written_when_it_changes(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ def layout_of(sections: dict[str, dict[str, tuple[torch.dtype, list[int]]]], ord
         section: {name: torch.zeros(shape, dtype=dtype) for name, (dtype, shape) in described.items()}
         for section, described in sections.items()
     }
-    return Layout.of(Snapshot({"outer_step": 4, "x": "ü"}, tensors), order)
+    return Layout.of(Snapshot({"outer_step": 4, "x": "ü"}, tensors), order, 5)
 
 
 @given(st.dictionaries(st.sampled_from(["outer", "inner", "data"]), TENSORS), st.randoms())
@@ -31,16 +31,21 @@ def test_what_is_written_can_be_read(sections: dict[str, Any], chance: Any) -> N
     assert int.from_bytes(encoded[:LENGTH_BYTES], "little") == len(encoded) - LENGTH_BYTES
     assert len(encoded) % 8 == 0
     assert Layout.decode(encoded[LENGTH_BYTES:]) == layout
+    parts = list(layout.parts())
+    assert len(parts) == layout.count
+    assert sum(part.size for part in parts) == layout.size == sum(map(layout.size_of, order))
+    assert list(dict.fromkeys(part.section for part in parts)) == [name for name in order if layout.size_of(name)]
     assert layout.size == sum(
         torch.zeros(shape, dtype=dtype).nbytes for described in sections.values() for dtype, shape in described.values()
     )
 
 
+KNOWN = {"header": "{}", "sections": '["a"]', "part_bytes": "32"}
 PLACE = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
 
 
 def described(metadata: object = None, **entries: object) -> bytes:
-    known = {"header": "{}", "sections": '["a"]'} if metadata is None else metadata
+    known = KNOWN if metadata is None else metadata
     return json.dumps(
         {"__metadata__": known} | {name.replace("__", "/"): entry for name, entry in entries.items()}
     ).encode()
@@ -60,8 +65,18 @@ def test_a_tensor_has_its_place() -> None:
         b"[" * 100_000,
         described(metadata=[]),
         described(metadata={"header": "{}"}),
-        described(metadata={"header": "[]", "sections": "[]"}),
-        described(metadata={"header": "{", "sections": "[]"}),
+        described(metadata=KNOWN | {"header": "[]"}),
+        described(metadata=KNOWN | {"header": "{"}),
+        described(metadata=KNOWN | {"sections": '["a", "a"]'}),
+        described(metadata=KNOWN | {"sections": '[["a"]]'}),
+        described(metadata=KNOWN | {"part_bytes": "0"}),
+        described(metadata=KNOWN | {"part_bytes": "many"}),
+        described(metadata={"header": "{}", "sections": "[]"}),
+        described(
+            metadata=KNOWN | {"sections": '["a", "b"]'},
+            b__w=PLACE,
+            a__w=PLACE | {"data_offsets": [24, 48]},
+        ),
         described(b__w=PLACE),
         described(w=PLACE),
         described(a__w=3),

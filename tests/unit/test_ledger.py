@@ -159,6 +159,7 @@ def test_the_header_names_the_state_and_its_outer_step() -> None:
         "history": {"1": state_hash},
         "members": [[0, 3], [2, 0]],
         "quorum_count": [0, 0],
+        "retired": [],
     }
 
 

@@ -27,6 +27,7 @@ ROWS = st.builds(
     loss=st.floats(),
     grad_norm=st.floats(),
     inner_steps=COUNT,
+    retired=COUNT,
 )
 FEW = st.integers(0, 2)
 CROWDS = st.lists(
@@ -61,6 +62,7 @@ def member(
         loss=2.5,
         grad_norm=1.25,
         inner_steps=10,
+        retired=0,
     )
 
 

@@ -1,7 +1,6 @@
 """What a rank learns from its peers, over real connections to their servers and to the registry."""
 
-import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -10,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_train.diloco.doubt import Answer, Docket, Word
-from elastic_train.diloco.peers import Peers, PeerState, status_of
+from elastic_train.diloco.peers import NO_OFFER, Offer, Peers, PeerState, Transfers, status_of
 from elastic_train.lighthouse.registry import RegistryServer
-from elastic_train.peer_ckpt.client import PeerClient, TransferFailed
+from elastic_train.peer_ckpt.client import Fetched, PeerClient, TransferFailed
 from elastic_train.peer_ckpt.directory import Directory
 from elastic_train.peer_ckpt.server import PeerServer
 from elastic_train.peer_ckpt.snapshot import Snapshot
@@ -20,6 +19,7 @@ from elastic_train.peer_ckpt.snapshot import Snapshot
 HOST = "127.0.0.1"
 TOKEN = "0123456789abcdef"
 TIMEOUT_S = 30.0
+TRANSFERS = Transfers(timeout_s=TIMEOUT_S)
 ME = 2
 
 
@@ -34,7 +34,12 @@ class Replica:
         self.slot, self.incarnation, self.outer_step = slot, incarnation, outer_step
         self.docket = Docket()
         self.nonsense: dict[str, Any] = {}
-        self.server = PeerServer(HOST, TOKEN, self.status)
+        self.state_hash = -(100 + slot)
+        self.served: list[tuple[int, str]] = []
+        self.server = PeerServer(HOST, TOKEN, self.status, self.on_served)
+
+    def on_served(self, header: Mapping[str, Any], joiner: str) -> None:
+        self.served.append((header["outer_step"], joiner))
 
     def status(self, attempt: str, dead: frozenset[int]) -> Mapping[str, Any]:
         answer = self.docket.answer(attempt, dead)
@@ -42,7 +47,7 @@ class Replica:
             slot=self.slot,
             incarnation=self.incarnation,
             outer_step=self.outer_step,
-            state_hash=-(100 + self.slot),
+            state_hash=self.state_hash,
             answer=answer,
         )
         return {**told, **self.nonsense}
@@ -62,8 +67,9 @@ class World:
         self.directory.register(slot, incarnation, [replica.server.address])
         return replica
 
-    def peers(self, slot: int = ME, *, rank: int = 0, client: PeerClient | None = None) -> Peers:
-        return Peers(slot, rank, Directory(self.registry.url, TOKEN), client or PeerClient(TOKEN))
+    def peers(self, slot: int = ME, *, rank: int = 0, transfers: Transfers = TRANSFERS) -> Peers:
+        directory = Directory(self.registry.url, TOKEN)
+        return Peers(slot, rank, directory, PeerClient(TOKEN), transfers=transfers, host=HOST)
 
     def close(self) -> None:
         for replica in self.replicas:
@@ -208,37 +214,66 @@ def test_who_is_dead_is_what_the_registry_says(world: World) -> None:
     assert not peers.is_dead(0, 2)
 
 
+# -- what is offered ---------------------------------------------------------------------------------------------------
+
+
+def test_an_offer_survives_its_journey() -> None:
+    offer = Offer(outer_step=5, state_hash=-9, donors=((1, 0), (3, 2)))
+
+    assert len(offer.to_ints()) == len(NO_OFFER)
+    assert Offer.from_ints(offer.to_ints()) == offer
+    assert Offer.from_ints(NO_OFFER) is None
+
+
+def test_the_registry_says_who_gives_the_newest_state(world: World) -> None:
+    for slot, outer_step in ((0, 6), (1, 7), (3, 7), (4, 7)):
+        world.add(slot, outer_step)
+        world.directory.held(slot, 0, outer_step=outer_step, state_hash=outer_step, host=HOST, load=int(slot == 3))
+
+    offer = world.peers().offer(0)
+
+    # The busy one is the last choice.
+    assert offer == Offer(outer_step=7, state_hash=7, donors=((4, 0), (1, 0)))
+    assert world.peers().offer(0, [0]) == Offer(outer_step=6, state_hash=6, donors=((0, 0),))
+    assert world.peers().offer(8) is None
+
+
+@pytest.mark.parametrize("away", [True, False])
+def test_without_the_registrys_word_the_peers_are_asked(world: World, away: bool) -> None:
+    for slot, outer_step in ((0, 6), (1, 7), (3, 7)):
+        world.add(slot, outer_step).state_hash = outer_step
+    world.replicas[2].state_hash = 8
+    peers = world.peers()
+    peers.newest(0)
+    if away:
+        world.registry.close()
+
+    # One state from those that have it: another hash is another state.
+    assert peers.offer(0) == Offer(outer_step=7, state_hash=8, donors=((3, 0),))
+    assert peers.offer(0, [0, 1]) == Offer(outer_step=7, state_hash=7, donors=((1, 0),))
+
+
+def test_who_has_failed_is_asked_again_only_if_there_is_nobody_else(world: World) -> None:
+    for slot in (0, 1):
+        world.add(slot, 7).state_hash = 7
+    peers = world.peers()
+
+    assert peers.offer(0, None, {(0, 0)}) == Offer(outer_step=7, state_hash=7, donors=((1, 0),))
+    again = peers.offer(0, None, {(0, 0), (1, 0)})
+    assert again is not None
+    assert set(again.donors) == {(0, 0), (1, 0)}
+
+
 # -- fetching ----------------------------------------------------------------------------------------------------------
 
 
-class Watched(PeerClient):
-    """After each fetch, whatever came of it, does the next of the things that a test wants to happen."""
-
-    def __init__(self, *then: Callable[[], object]) -> None:
-        super().__init__(TOKEN)
-        self.then = list(then)
-        self.fetches = 0
-
-    def fetch(self, *arguments: Any, **settings: Any) -> Snapshot:
-        self.fetches += 1
-        try:
-            return super().fetch(*arguments, **settings)
-        finally:
-            if self.then:
-                self.then.pop(0)()
+def offer_of(*replicas: Replica, outer_step: int = 5) -> Offer:
+    donors = tuple((replica.slot, replica.incarnation) for replica in replicas)
+    return Offer(outer_step=outer_step, state_hash=-100, donors=donors)
 
 
-def state_of(replica: Replica, outer_step: int | None = None) -> PeerState:
-    return PeerState(
-        slot=replica.slot,
-        incarnation=replica.incarnation,
-        outer_step=replica.outer_step if outer_step is None else outer_step,
-        state_hash=0,
-    )
-
-
-def fetch(peers: Peers, source: PeerState, timeout_s: float = TIMEOUT_S) -> Snapshot:
-    return peers.fetch(source, ["outer"], timeout_s, lambda: None)
+def fetch(peers: Peers, offer: Offer) -> Fetched:
+    return peers.fetch(offer, ["outer"], ["outer"], alive=lambda: None)
 
 
 def test_each_rank_takes_the_part_of_the_same_rank(world: World) -> None:
@@ -250,40 +285,57 @@ def test_each_rank_takes_the_part_of_the_same_rank(world: World) -> None:
     signs: list[None] = []
 
     fetched = [
-        world.peers(rank=rank).fetch(state_of(parts[0]), ["outer", "inner"], TIMEOUT_S, lambda: signs.append(None))
+        world.peers(rank=rank).fetch(
+            offer_of(parts[0]), ["outer", "inner"], ["outer"], alive=lambda: signs.append(None)
+        )
         for rank in range(2)
     ]
 
-    assert [part.sections["outer"]["anchor"][0] for part in fetched] == [0.0, 1.0]
-    assert list(fetched[0].sections) == ["outer", "inner"]
+    assert [part.snapshot.sections["outer"]["anchor"][0] for part in fetched] == [0.0, 1.0]
+    assert set(fetched[0].snapshot.sections) == {"outer", "inner"}
     assert signs
 
 
-def test_a_fetch_waits_until_the_state_that_is_named_is_published(world: World) -> None:
+def test_progress_is_told_by_slot(world: World) -> None:
     replica = world.add(0, 5)
-    publish = replica.server.publish
-    # Nothing is published, then an older one, then one that is being overwritten, then what is wanted.
-    gone = snapshot(5)
-    gone.retire("outer")
-    steps = [snapshot(4), gone, snapshot(5, 7.0)]
-    client = Watched(*[functools.partial(publish, step) for step in steps])
+    replica.server.publish(snapshot(5))
+    told: list[tuple[int, int, Mapping[int, int]]] = []
 
-    fetched = fetch(world.peers(client=client), state_of(replica))
+    world.peers().fetch(
+        offer_of(replica), ["outer"], ["outer"], alive=lambda: None, on_progress=lambda *news: told.append(news)
+    )
 
-    assert fetched.header["outer_step"] == 5
-    assert fetched.sections["outer"]["anchor"].tolist() == [7.0] * 4
-    assert client.fetches == 4
+    assert told[-1] == (16, 16, {0: 16})
+
+
+def test_who_is_lost_is_replaced_by_another_with_the_same_state(world: World) -> None:
+    gone, other, newer = world.add(0, 5), world.add(1, 5), world.add(3, 5)
+    other.state_hash = newer.state_hash = gone.state_hash = -100
+    other.server.publish(snapshot(5, 7.0))
+    gone.server.close()
+
+    fetched = fetch(world.peers(), offer_of(gone))
+
+    assert fetched.snapshot.sections["outer"]["anchor"].tolist() == [7.0] * 4
+    assert [donor.slot for donor in fetched.donors] == [1]
+
+
+def test_another_state_is_no_replacement(world: World) -> None:
+    gone, other = world.add(0, 5), world.add(1, 5)
+    other.state_hash = -101
+    other.server.publish(snapshot(5, 7.0))
+    gone.server.close()
+
+    with pytest.raises(TransferFailed):
+        fetch(world.peers(), offer_of(gone))
 
 
 def test_a_newer_one_is_refused_at_once(world: World) -> None:
     replica = world.add(0, 5)
     replica.server.publish(snapshot(6))
-    client = Watched()
 
-    with pytest.raises(TransferFailed, match="replica 0 is at outer step 6"):
-        fetch(world.peers(client=client), state_of(replica))
-
-    assert client.fetches == 1
+    with pytest.raises(TransferFailed):
+        fetch(world.peers(), offer_of(replica))
 
 
 @pytest.mark.parametrize("published", [None, 4])
@@ -293,29 +345,27 @@ def test_it_does_not_wait_for_ever(world: World, published: int | None) -> None:
         replica.server.publish(snapshot(published))
 
     with pytest.raises(TransferFailed):
-        fetch(world.peers(), state_of(replica), timeout_s=0.0)
+        fetch(world.peers(transfers=Transfers(timeout_s=0.1, idle_s=0.1)), offer_of(replica))
 
 
 def test_another_incarnation_is_not_what_was_named(world: World) -> None:
-    replica = world.add(0, 5, incarnation=1)
+    offer = offer_of(world.add(0, 5, incarnation=1))
+    world.add(0, 5, incarnation=2).server.publish(snapshot(5))
 
-    def replace() -> None:
-        world.add(0, 5, incarnation=2).server.publish(snapshot(5))
-
-    client = Watched(replace)
-
-    with pytest.raises(TransferFailed, match="replica 0 is not what it was"):
-        fetch(world.peers(client=client), state_of(replica))
-
-    assert client.fetches == 1
+    with pytest.raises(TransferFailed, match=r"replicas \[0\] are not what they were"):
+        fetch(world.peers(), offer)
 
 
-def test_a_peer_that_ended_has_nothing_to_give(world: World) -> None:
+def test_the_donor_hears_that_its_state_is_in_place(world: World) -> None:
     replica = world.add(0, 5)
-    client = Watched(lambda: world.directory.ended(0, 0))
+    replica.server.publish(snapshot(5))
+    peers = world.peers()
+    fetched = peers.fetch(offer_of(replica), ["outer", "inner"], ["outer"], alive=lambda: None)
+    assert replica.served == []
 
-    with pytest.raises(TransferFailed, match="replica 0 is not what it was"):
-        fetch(world.peers(client=client), state_of(replica))
+    peers.taken(fetched)
+
+    assert replica.served == [(5, f"{ME}.0")]
 
 
 # -- watching ----------------------------------------------------------------------------------------------------------

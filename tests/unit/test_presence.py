@@ -8,7 +8,7 @@ import torch
 
 from elastic_train.diloco.control import ControlGroup
 from elastic_train.diloco.doubt import Answer, Docket, Word
-from elastic_train.diloco.peers import Peers, PeerState
+from elastic_train.diloco.peers import Offer, Peers, PeerState, Transfers
 from elastic_train.diloco.presence import Identity, Presence
 from elastic_train.diloco.publication import INNER, OUTER
 from elastic_train.lighthouse.registry import RegistryServer
@@ -16,7 +16,6 @@ from elastic_train.peer_ckpt.client import PeerClient
 from elastic_train.peer_ckpt.directory import Directory, RegistryUnreachable
 from elastic_train.peer_ckpt.snapshot import Snapshot
 from tests.controls import Alone, each, together
-from tests.waiting import wait_until
 
 HOST = "127.0.0.1"
 TOKEN = "0123456789abcdef"
@@ -51,7 +50,7 @@ class World:
             registry=self.registry.url,
             token=TOKEN,
             config_digest=0,
-            transfer_timeout_s=TIMEOUT_S,
+            transfers=Transfers(timeout_s=TIMEOUT_S),
             watchdog_s=TIMEOUT_S,
         )
         journal: Any = self.journal
@@ -130,11 +129,11 @@ def test_each_rank_gives_its_own_part(world: World) -> None:
     each(2, lambda rank: presences[rank].register())
     for rank, presence in enumerate(presences):
         presence.server.publish(Snapshot({"outer_step": 4}, {OUTER: {"anchor": torch.full((2,), float(rank))}}))
-    source = PeerState(slot=SLOT, incarnation=INCARNATION, outer_step=4, state_hash=0)
+    offer = Offer(outer_step=4, state_hash=0, donors=((SLOT, INCARNATION),))
 
-    parts = [world.peers(rank=rank).fetch(source, [OUTER], TIMEOUT_S, lambda: None) for rank in range(2)]
+    parts = [world.peers(rank=rank).fetch(offer, [OUTER], [OUTER], alive=lambda: None) for rank in range(2)]
 
-    assert [part.sections[OUTER]["anchor"].tolist() for part in parts] == [[0.0, 0.0], [1.0, 1.0]]
+    assert [part.snapshot.sections[OUTER]["anchor"].tolist() for part in parts] == [[0.0, 0.0], [1.0, 1.0]]
 
 
 def test_an_answer_about_an_attempt_comes_with_the_status(world: World) -> None:
@@ -151,17 +150,30 @@ def test_an_answer_about_an_attempt_comes_with_the_status(world: World) -> None:
     assert world.peers().ask(SLOT, INCARNATION, "ab.7", frozenset()) == Answer(word=Word.COMMITTED, candidate=-99)
 
 
-def test_a_joiner_that_took_all_is_told_of_and_one_that_caught_up_is_not(world: World) -> None:
+def test_a_joiner_that_took_all_is_told_of(world: World) -> None:
     presence = world.presence()
+    presence.register()
     header = {"outer_step": 4, "whole_hash": -123}
     presence.server.publish(Snapshot(header, {INNER: {"m": torch.zeros(2)}, OUTER: {"anchor": torch.zeros(2)}}))
-    client, address = PeerClient(TOKEN), presence.server.address
+    peers, offer = world.peers(), Offer(outer_step=4, state_hash=0, donors=((SLOT, INCARNATION),))
 
-    client.fetch(address, [OUTER], TIMEOUT_S)
-    client.fetch(address, [INNER, OUTER], TIMEOUT_S)
-    wait_until(lambda: world.journal.told)
+    fetched = peers.fetch(offer, [INNER, OUTER], [OUTER], alive=lambda: None)
+    assert world.journal.told == []
+    peers.taken(fetched)
 
     assert world.journal.told == [(4, -123)]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rank_0_says_which_state_the_replica_holds(world: World, rank: int) -> None:
+    presence = world.presence(together(2)[rank])
+    presence._directory.register(SLOT, INCARNATION, ["http://here:1", "http://here:2"])
+
+    presence.holds({"outer_step": 4, "state_hash": -9})
+
+    assert world.peers().offer(0, [SLOT]) == (
+        Offer(outer_step=4, state_hash=-9, donors=((SLOT, INCARNATION),)) if rank == 0 else None
+    )
 
 
 def test_who_was_replaced_cannot_register(world: World) -> None:

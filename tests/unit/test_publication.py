@@ -10,7 +10,7 @@ from torch import nn
 
 from elastic_train.diloco.flat import FlatFragment, flatten
 from elastic_train.diloco.publication import INNER, OUTER, Publication, whole_hash
-from elastic_train.peer_ckpt.client import PeerClient
+from elastic_train.peer_ckpt.client import Donor, PeerClient
 from elastic_train.peer_ckpt.server import PeerServer
 from elastic_train.peer_ckpt.shards import combine, hash_tensors
 from elastic_train.peer_ckpt.snapshot import Snapshot
@@ -60,28 +60,35 @@ class Server(PeerServer):
 class Shop:
     """A publication and all around it."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: Server, snapshots: int = 2) -> None:
         self.rank = Rank()
         self.server = server
         modules = [nn.Linear(2, 2), nn.Linear(3, 1)]
         self.fragments: list[FlatFragment] = flatten(modules, device=torch.device("cpu"), pin_memory=False)
-        self.publication = Publication(server, self.fragments, self.rank)  # type: ignore[arg-type]
+        trainee: Any = self.rank
+        self.publication = Publication(server, self.fragments, trainee, snapshots=snapshots)
 
     def publish(self, **header: Any) -> Snapshot:
         """Publish, and wait for it."""
         self.publication.publish({**HEADER, **header})
-        self.publication.finish()
+        self.publication.settle()
         return self.server.shown[-1]
 
-    def fetched(self, *sections: str) -> Snapshot:
-        return PeerClient(TOKEN).fetch(self.server.address, sections, TIMEOUT_S)
+    def fetched(self, *sections: str, outer_step: int = 3) -> Snapshot:
+        donor = Donor(slot=0, incarnation=0, address=self.server.address)
+        return PeerClient(TOKEN).fetch([donor], sections, want=outer_step, timeout_s=TIMEOUT_S).snapshot
 
 
 @pytest.fixture
-def shop() -> Iterator[Shop]:
-    server = Server()
-    yield Shop(server)
-    server.close()
+def server() -> Iterator[Server]:
+    made = Server()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def shop(server: Server) -> Shop:
+    return Shop(server)
 
 
 def test_a_peer_gets_all_that_a_joiner_takes_over(shop: Shop) -> None:
@@ -157,22 +164,26 @@ def test_what_fails_beside_the_training_fails_the_trainer_once(shop: Shop) -> No
     assert len(shop.server.shown) == 1
 
 
-def test_moments_are_given_up_before_newer_ones_are_written_where_they_lie(shop: Shop) -> None:
-    first = shop.publish()
-    retired: list[bool] = []
-    shop.rank.at_copy = lambda: retired.append(first.is_retired(INNER))
+@pytest.mark.parametrize("snapshots", [1, 2])
+def test_moments_are_given_up_before_newer_ones_are_written_where_they_lie(server: Server, snapshots: int) -> None:
+    shop = Shop(server, snapshots)
+    older = [shop.publish(outer_step=step) for step in range(3, 3 + snapshots)]
+    retired: list[list[bool]] = []
+    shop.rank.at_copy = lambda: retired.append([shown.is_retired(INNER) for shown in older])
     shop.rank.optimizer_steps()
 
-    second = shop.publish(outer_step=4)
+    newest = shop.publish(outer_step=9)
 
-    assert retired == [True]
-    assert not second.is_retired(INNER)
-    for name, tensor in second.sections[INNER].items():
-        assert tensor.data_ptr() == first.sections[INNER][name].data_ptr()
+    # The oldest alone: with two shelves, a peer that has begun with the other one may go on.
+    assert retired == [[number == 0 for number in range(snapshots)]]
+    assert not newest.is_retired(INNER)
+    for name, tensor in newest.sections[INNER].items():
+        assert tensor.data_ptr() == older[0].sections[INNER][name].data_ptr()
+        assert tensor.data_ptr() not in [shown.sections[INNER][name].data_ptr() for shown in older[1:]]
         assert tensor.data_ptr() != shop.rank.moments()[name].data_ptr()
     # The outer state did not move meanwhile.
-    assert not first.is_retired(OUTER)
-    assert shop.fetched(INNER).header["outer_step"] == 4
+    assert not any(shown.is_retired(OUTER) for shown in older)
+    assert shop.fetched(INNER, outer_step=9).header["outer_step"] == 9
 
 
 def test_moments_of_another_shape_get_memory_of_their_own(shop: Shop) -> None:
@@ -218,7 +229,7 @@ def test_an_older_state_is_given_up_before_a_candidate_is_written_into_it(shop: 
     shop.publication.retire_candidate_of(shop.fragments[1])
 
     assert [shown.is_retired(OUTER) for shown in (first, second, third)] == [True, True, False]
-    assert shop.fetched(OUTER).header["outer_step"] == 5
+    assert shop.fetched(OUTER, outer_step=5).header["outer_step"] == 5
 
 
 @pytest.mark.parametrize(("section", "other"), [(INNER, OUTER), (OUTER, INNER)])

@@ -129,7 +129,7 @@ def test_without_the_token_nothing_is_told_or_taken(server: RegistryServer, dire
     body = None if target == "/roll" else {"slot": 0, "incarnation": 0, "addresses": []}
     with pytest.raises(RequestFailed, match="401"):
         ask(server.url, target, "another", timeout_s=TIMEOUT_S, body=body)
-    assert directory.roll().to_json() == {"peers": {}, "ended": {}}
+    assert directory.roll().to_json() == {"peers": {}, "ended": {}, "retired": ()}
 
 
 @pytest.mark.parametrize(

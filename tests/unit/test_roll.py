@@ -1,3 +1,4 @@
+import json
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from elastic_train.peer_ckpt.roll import PeerEntry, Roll
 
 SLOTS = st.integers(0, 2)
 INCARNATIONS = st.integers(0, 3)
+RETIRED = st.lists(st.integers(0, 9), max_size=6, unique=True)
 NEWS = st.lists(st.tuples(st.booleans(), SLOTS, INCARNATIONS), max_size=8)
 
 
@@ -19,6 +21,13 @@ def after(news: list[tuple[bool, int, int]], roll: Roll | None = None) -> Roll:
     roll = roll or Roll()
     for is_end, slot, incarnation in news:
         roll = roll.with_end(slot, incarnation) if is_end else roll.with_peer(slot, entry(incarnation))
+    return roll
+
+
+def without(slots: list[int]) -> Roll:
+    roll = Roll()
+    for slot in slots:
+        roll = roll.with_retired(slot)
     return roll
 
 
@@ -70,9 +79,25 @@ def test_together_two_rolls_know_all_of_the_dead(
     assert dead(after(right).merged(after(left))) == dead(both)
 
 
-@given(NEWS)
-def test_a_roll_can_be_sent(news: list[tuple[bool, int, int]]) -> None:
-    assert Roll.from_json(after(news).to_json()) == after(news)
+@given(NEWS, RETIRED)
+def test_a_roll_can_be_sent(news: list[tuple[bool, int, int]], retired: list[int]) -> None:
+    roll = after(news, without(retired))
+    assert Roll.from_json(json.loads(json.dumps(roll.to_json()))) == roll
+
+
+def test_the_retired_stay_in_the_order_in_which_they_were_told() -> None:
+    assert without([3, 1, 3, 2]).retired == (3, 1, 2)
+
+
+@given(NEWS, RETIRED, st.integers(0, 6))
+def test_the_longer_list_of_the_retired_counts(news: list[tuple[bool, int, int]], retired: list[int], cut: int) -> None:
+    longer, shorter = without(retired), after(news, without(retired[:cut]))
+    assert longer.merged(shorter).retired == shorter.merged(longer).retired == tuple(retired)
+
+
+def test_an_order_that_is_known_is_not_changed(caplog: pytest.LogCaptureFixture) -> None:
+    assert without([3]).merged(without([1, 3])).retired == (3,)
+    assert "(1, 3) were told to be retired, but (3,) are known to be" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -82,11 +107,14 @@ def test_a_roll_can_be_sent(news: list[tuple[bool, int, int]]) -> None:
         [],
         {},
         {"peers": {}},
-        {"peers": [], "ended": {}},
-        {"peers": {"x": {"incarnation": 0, "addresses": []}}, "ended": {}},
-        {"peers": {"0": {"incarnation": 0}}, "ended": {}},
-        {"peers": {"0": 3}, "ended": {}},
-        {"peers": {}, "ended": {"0": None}},
+        {"peers": [], "ended": {}, "retired": []},
+        {"peers": {"x": {"incarnation": 0, "addresses": []}}, "ended": {}, "retired": []},
+        {"peers": {"0": {"incarnation": 0}}, "ended": {}, "retired": []},
+        {"peers": {"0": 3}, "ended": {}, "retired": []},
+        {"peers": {}, "ended": {"0": None}, "retired": []},
+        {"peers": {}, "ended": {}},
+        {"peers": {}, "ended": {}, "retired": 3},
+        {"peers": {}, "ended": {}, "retired": [None]},
     ],
 )
 def test_what_is_no_roll_is_refused(value: Any) -> None:

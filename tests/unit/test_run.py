@@ -22,7 +22,7 @@ folder = pathlib.Path(sys.argv[1])
 for overrides in json.loads(sys.argv[2]):
     loaded = load_config(folder / "run.toml", overrides, {})
     try:
-        run(loaded.config, loaded.notes, name="run", run_dir=folder / "run", view=None)
+        run(loaded.config, loaded.notes, name="run", run_dir=folder / "run", resume=folder / "none", view=None)
     except EnvironmentProblem as problem:
         heavy = sorted({"torch", "monarch", "torchft", "torchtitan", "datasets", "numpy"} & sys.modules.keys())
         print(json.dumps({"text": str(problem), "heavy": heavy, "made": (folder / "run").exists()}))
@@ -48,6 +48,7 @@ def refusals(taken_port: int, tmp_path_factory: pytest.TempPathFactory) -> dict[
         "validation dataset": {"validation.enable": "true", "validation.dataset": '"/no/validation"'},
         "tokenizer": {"model.hf_assets_path": '"/no/such/tokenizer"'},
         "backend": {"diloco.backend": '"nccl"'},
+        "resume": {},
     }
     done = finished(PROGRAM, folder, json.dumps(list(reasons.values())), environ={"CUDA_VISIBLE_DEVICES": ""})
     assert (done.returncode, done.stderr) == (0, "")
@@ -64,6 +65,7 @@ def refusals(taken_port: int, tmp_path_factory: pytest.TempPathFactory) -> dict[
         ("empty dataset", "holds nothing: its files are empty"),
         ("validation dataset", 'validation.dataset "/no/validation"'),
         ("tokenizer", 'model.hf_assets_path "/no/such/tokenizer" is no folder with a tokenizer.json'),
+        ("resume", "none/checkpoint holds no snapshot that a run can go on from: name the folder of a run that had"),
     ],
 )
 def test_refused_in_one_line_and_at_once(

@@ -1,13 +1,14 @@
 """What a rank trains on: its part of a dataset, at a position that its peers can take over.
 
 A dataset is cut into virtual shards, whose number is fixed, and each reader (a data-parallel rank of a
-replica) owns some of them: always the same, in every incarnation. Which sample comes next follows from the
-positions alone, so the positions are all that has to survive.
+replica) owns some of them: always the same, in every incarnation, and besides them its part of what replicas leave
+behind that are given up for good. Which sample comes next follows from the positions alone, so the positions are all
+that has to survive.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from torchtitan.components.tokenizer import BaseTokenizer
 
 from elastic_train.config import EnvironmentProblem
 from elastic_train.replica.data.documents import open_documents
+from elastic_train.replica.data.ownership import owners
 from elastic_train.replica.data.position import PositionTable, ShardPosition
 from elastic_train.replica.data.sources import DataError, find_source
 from elastic_train.replica.data.stream import Sample, ShardStream
@@ -70,7 +72,6 @@ class ElasticDataLoader(BaseDataLoader):
             DataError: it is read over the network, which failed.
         """
         readers = config.replicas * dp_world_size
-        reader = config.replica * dp_world_size + dp_rank
         if readers > config.virtual_shards:
             raise EnvironmentProblem(
                 f"training.dataloader.virtual_shards is {config.virtual_shards}, and {readers} readers "
@@ -83,10 +84,12 @@ class ElasticDataLoader(BaseDataLoader):
         self._batch_size = local_batch_size
         self._infinite = config.infinite
         self._pin_memory = config.pin_memory and fixes.DEVICE.pins_memory
-        self._reader = f"reader {reader} of {readers}"
-        self._owned = [
-            shard for shard in range(reader, config.virtual_shards, readers) if not self._documents.is_empty(shard)
-        ]
+        self._slot = config.replica
+        self._replicas = config.replicas
+        self._ranks = dp_world_size
+        self._reader = config.replica * dp_world_size + dp_rank
+        self._retired: frozenset[int] = frozenset()
+        self._owned = self._shards_without(self._retired)
         if not self._owned:
             raise self._nothing_to_read()
         self._streams: dict[int, ShardStream] = {}
@@ -97,6 +100,11 @@ class ElasticDataLoader(BaseDataLoader):
     def committed(self) -> PositionTable:
         """The positions at the last committed sync."""
         return self._committed
+
+    @property
+    def retired(self) -> frozenset[int]:
+        """Slots of the replicas that are given up for good."""
+        return self._retired
 
     def positions(self) -> PositionTable:
         """Own shards where the next batch begins, the others as committed."""
@@ -123,6 +131,29 @@ class ElasticDataLoader(BaseDataLoader):
             shard: stream for shard, stream in self._streams.items() if stream.position == self._own[shard]
         }
         self._unfinished = set(self._owned)
+
+    def retire(self, slots: Collection[int]) -> None:
+        """Read from now on also what falls to this reader of the shards of replicas that are given up for good.
+
+        Such a shard begins where it is committed: what was read of it after that was lost with its reader. An iterator
+        that is in use goes on with it too, unless it had come to the end of finite data. Slots add up over the calls.
+
+        The table must hold what ``slots`` had a part in last: what an older one still shows as unread would be read
+        twice. So call it once the last commit of theirs is taken over.
+
+        Raises:
+            ValueError: a slot is none of the run's, or this reader's own, or no slot would be left. Nothing changes.
+        """
+        retired = self._retired.union(slots)
+        owned = self._shards_without(retired)
+        if self._slot in retired:
+            raise ValueError(f"replica {self._slot} is retired and others read its shards: it must end, not train on")
+        # A reader that is not retired itself loses none of its shards.
+        orphans = set(owned).difference(self._owned)
+        self._own |= {shard: self._committed[shard] for shard in orphans}
+        self._unfinished |= orphans
+        self._owned = owned
+        self._retired = retired
 
     def state_dict(self) -> dict[str, Any]:
         return {"positions": self.positions().rows}
@@ -183,6 +214,15 @@ class ElasticDataLoader(BaseDataLoader):
         stacked = torch.stack(tensors)
         return stacked.pin_memory() if self._pin_memory else stacked
 
+    def _shards_without(self, retired: frozenset[int]) -> list[int]:
+        """The shards of this reader that have documents, when these slots are retired."""
+        shards = owners(self._documents.virtual_shards, replicas=self._replicas, ranks=self._ranks, retired=retired)
+        return [
+            shard
+            for shard, reader in enumerate(shards)
+            if reader == self._reader and not self._documents.is_empty(shard)
+        ]
+
     def _check(self, table: PositionTable) -> None:
         if len(table) != self._documents.virtual_shards:
             raise ValueError(
@@ -195,6 +235,6 @@ class ElasticDataLoader(BaseDataLoader):
         held = "without text" if count is None else f"of {count} documents"
         shards = self._documents.virtual_shards
         return EnvironmentProblem(
-            f'training.dataset "{self._source.name}" {held} in {shards} virtual shards leaves {self._reader} '
-            "with nothing to read: use more data, or fewer replicas"
+            f'training.dataset "{self._source.name}" {held} in {shards} virtual shards leaves reader {self._reader} '
+            f"of {self._replicas * self._ranks} with nothing to read: use more data, or fewer replicas"
         )

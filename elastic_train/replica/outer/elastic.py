@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,12 +11,16 @@ import torch.distributed as dist
 
 from elastic_train.config import digest
 from elastic_train.diloco.elastic import ElasticEngine
-from elastic_train.diloco.flat import flatten
+from elastic_train.diloco.flat import FlatFragment, flatten
 from elastic_train.diloco.fragments import split
+from elastic_train.diloco.peers import Transfers
 from elastic_train.diloco.presence import Identity
 from elastic_train.diloco.quorum import QuorumSeat
 from elastic_train.peer_ckpt.snapshot import Snapshot
+from elastic_train.peer_ckpt.tls import tls_of
 from elastic_train.replica.data.position import PositionTable
+from elastic_train.replica.durable.content import OuterContent
+from elastic_train.replica.durable.outer import into_flat
 from elastic_train.replica.membership import Seat, make_manager, wire_device
 from elastic_train.replica.state import counters, load_counters, load_moments, moments
 from elastic_train.replica.titan import fixes
@@ -36,9 +40,7 @@ class ElasticTrainee:
         self._thread = threading.current_thread()
 
     def at_point(self, point: str) -> None:
-        if point == "quorum":
-            self._trainer.beacon.moved(Phase.QUORUM)
-        self._trainer.faults.passing(point, self._trainer.step)
+        self._trainer.at_point(point)
 
     def alive(self) -> None:
         if threading.current_thread() is self._thread:
@@ -57,17 +59,26 @@ class ElasticTrainee:
     def take(self, snapshot: Snapshot) -> None:
         load_moments(self._trainer, snapshot.sections["inner"])
         load_counters(self._trainer, snapshot.header["extra"])
+        self._trainer.dataloader.retire(snapshot.header["retired"])
 
     def follow(self, snapshot: Snapshot, *, included: bool) -> None:
         # Of its own shards the peers have committed nothing but what this replica gave them, so its own reading goes
         # on where it is.
         self._trainer.dataloader.commit(PositionTable.from_list(snapshot.header["extra"]["positions"]))
+        self._trainer.dataloader.retire(snapshot.header["retired"])
 
 
 def make_elastic_engine(trainer: ElasticTrainer, group: ProcessGroup, store: dist.TCPStore) -> ElasticEngine:
     """The engine of ``diloco.engine = "elastic"``; it becomes a member by ``open_membership``."""
     incarnation, config = trainer.incarnation, trainer.run_config
     anchor_device = trainer.device if config.diloco.anchor_device == "device" else torch.device("cpu")
+    fragments = flatten(
+        split(trainer.model_parts, config.diloco.fragments),
+        device=anchor_device,
+        pin_memory=fixes.DEVICE.pins_memory,
+    )
+    if trainer.restored is not None:
+        _fill(fragments, trainer, trainer.restored)
 
     def make_seat() -> QuorumSeat:
         return QuorumSeat(
@@ -88,16 +99,19 @@ def make_elastic_engine(trainer: ElasticTrainer, group: ProcessGroup, store: dis
             registry=incarnation.registry,
             token=incarnation.token,
             config_digest=int(digest(config)[:15], 16),
-            transfer_timeout_s=config.peer_ckpt.timeout_s,
+            transfers=Transfers(
+                timeout_s=config.peer_ckpt.timeout_s,
+                idle_s=config.peer_ckpt.idle_timeout_s,
+                donors=config.peer_ckpt.donors,
+                streams=config.peer_ckpt.streams,
+            ),
+            snapshots=config.peer_ckpt.snapshots,
+            tls=tls_of(config.peer_ckpt),
             watchdog_s=config.recovery.hang_timeout_s + config.recovery.silence_timeout_s,
         ),
         config=config.diloco,
         schedule=trainer.schedule,
-        fragments=flatten(
-            split(trainer.model_parts, config.diloco.fragments),
-            device=anchor_device,
-            pin_memory=fixes.DEVICE.pins_memory,
-        ),
+        fragments=fragments,
         control=trainer.control,
         group=group,
         wire_device=wire_device(config.diloco.backend, fixes.DEVICE, trainer.device),
@@ -105,3 +119,11 @@ def make_elastic_engine(trainer: ElasticTrainer, group: ProcessGroup, store: dis
         trainee=ElasticTrainee(trainer),
         journal=trainer.journal,
     )
+
+
+def _fill(fragments: Sequence[FlatFragment], trainer: ElasticTrainer, outer: OuterContent) -> None:
+    """Let new fragments hold the outer state of a durable snapshot. Before the engine hashes what they hold."""
+    parts = trainer.model_parts
+    into_flat(parts, len(fragments), outer.momentum, {str(i): f.committed.momentum for i, f in enumerate(fragments)})
+    if outer.anchor is not None:
+        into_flat(parts, len(fragments), outer.anchor, {str(i): f.committed.anchor for i, f in enumerate(fragments)})

@@ -37,7 +37,7 @@ class StockTrainee:
             on_receive=self._receives,
         )
         self.hooks = SyncHooks(
-            at_point=self.at_point,
+            at_point=trainer.at_point,
             progress=trainer.progress,
             on_state=self._state_is_in_place,
             participants=lambda: self._quorum.participants,
@@ -49,11 +49,6 @@ class StockTrainee:
         quorum = self.manager.quorum
         assert quorum is not None, "a member has entered a quorum"
         return quorum
-
-    def at_point(self, point: str) -> None:
-        if point == "quorum":
-            self._trainer.beacon.moved(Phase.QUORUM)
-        self._trainer.faults.passing(point, self._trainer.step)
 
     def on_quorum(self, quorum: Quorum) -> None:
         self._trainer.beacon.moved(Phase.SYNC)
@@ -84,7 +79,7 @@ class StockTrainee:
     def _receives(self) -> None:
         quorum = self._quorum
         assert quorum.donor is not None
-        self._trainer.journal.heal_started(quorum.donor, quorum.outer_step)
+        self._trainer.journal.heal_started([quorum.donor], quorum.outer_step)
 
     def _state_is_in_place(self) -> None:
         donor, transfer = self._quorum.donor, self.transport.received
@@ -93,7 +88,7 @@ class StockTrainee:
         assert self._received_hash is not None
         trainer = self._trainer
         trainer.journal.heal_finished(
-            donor, trainer.outer_step, transfer.bytes, transfer.duration_s, self._received_hash
+            donor, {donor: transfer.bytes}, trainer.outer_step, transfer.duration_s, self._received_hash
         )
         trainer.journal.joined(trainer.outer_step, trainer.step)
 
@@ -115,7 +110,7 @@ def make_stock_engine(trainer: ElasticTrainer, group: ProcessGroup, store: dist.
             load_state=trainee.take_state,
             first_step=0 if incarnation.joining else COLD_START_STEP,
         ),
-        hook=trainee.at_point,
+        hook=trainer.at_point,
         on_quorum=trainee.on_quorum,
     )
     return TorchftEngine(
