@@ -11,6 +11,9 @@ from elastic_train.peer_ckpt.shards import raw_bytes
 
 PART_BYTES = 32 << 20
 """The most that one part has: what is fetched again when a donor is lost in the middle of it."""
+_LEAST = 1 << 20
+_WANTED = 16
+"""Parts that a state should have, so that several donors can share it out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +29,11 @@ class Part:
     def size(self) -> int:
         """Bytes."""
         return self.stop - self.start
+
+
+def part_bytes_of(size: int, most: int = PART_BYTES) -> int:
+    """How large the parts of a state of ``size`` bytes are, ``most`` at the most."""
+    return min(most, max(_LEAST, size // _WANTED))
 
 
 def cut(section: str, size: int, limit: int = PART_BYTES) -> tuple[Part, ...]:

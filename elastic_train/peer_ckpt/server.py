@@ -12,7 +12,7 @@ from typing import Any
 
 from elastic_train.peer_ckpt.layout import Layout
 from elastic_train.peer_ckpt.manifest import CHECKSUM_BYTES, Checksums, size_of
-from elastic_train.peer_ckpt.parts import PART_BYTES, Part, views
+from elastic_train.peer_ckpt.parts import PART_BYTES, Part, part_bytes_of, views
 from elastic_train.peer_ckpt.service import BadRequest, Exchange, TokenServer
 from elastic_train.peer_ckpt.snapshot import Retired, Snapshot
 from elastic_train.peer_ckpt.tls import Tls
@@ -153,7 +153,8 @@ class PeerServer:
             return
         if joiner:
             self._remember(snapshot, joiner)
-        layout = Layout.of(snapshot, sections, self._part_bytes)
+        size = sum(tensor.nbytes for section in sections for tensor in snapshot.sections[section].values())
+        layout = Layout.of(snapshot, sections, part_bytes_of(size, self._part_bytes))
         head = layout.encode()
         # What is retired meanwhile leaves the answer too short, which is how the peer learns of it.
         with self._sending_to(joiner), suppress(Retired):

@@ -402,7 +402,10 @@ class Transfer:
         """What this donor is to give next; waits for it. None: nothing any more."""
         with self._changed:
             while not self._is_over(link):
-                for work in (self._own, self._shared):
+                # What only the primary can give goes first, also while it still says what that is: others can give
+                # the rest meanwhile.
+                waits = link is self._primary and self._own not in link.serves and not self._own.finished
+                for work in (self._own,) if waits else (self._own, self._shared):
                     if work in link.serves and work.missing:
                         work.in_flight += 1
                         return work, work.missing.popleft()

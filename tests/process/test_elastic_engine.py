@@ -86,7 +86,9 @@ def test_a_replica_joins_in_the_middle_of_a_cycle_of_fragments(overlap_steps: in
 
 
 def test_three_join_at_once_with_one_donor_left(run_dir: Path) -> None:
-    account = run(WorldSpec(replicas=4, steps=300, late={1: 5, 2: 5, 3: 5}), run_dir)
+    each = dict.fromkeys(range(1, 4), 5)
+    spec = WorldSpec(replicas=4, steps=300, late=each, tokens=(100, 200, 300, 400), step_s=(0.004,) * 4)
+    account = run(spec, run_dir)
     heals = told(account, "heal_finished")
     assert len(heals) == 3
     assert 0 in {donor for heal in heals for donor in heal["donors"]}
