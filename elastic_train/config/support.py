@@ -24,7 +24,7 @@ class Unsupported(NamedTuple):
 
 
 _IN_PROCESS = "data is read in the trainer's own process, which keeps its position exact"
-_NO_LOADING = "a run starts from new parameters, and a replica gets its state from a peer"
+_NO_LOADING = "a run starts from new parameters or, with --resume, where another one ended"
 _NO_EXPERTS = "Llama 3 has no experts"
 
 UNSUPPORTED: dict[str, Unsupported] = {

@@ -315,8 +315,8 @@ class ParallelismConfig:
 
 @section
 class CheckpointConfig:
-    """Durable snapshots on disk. No run reads them yet: one starts from new parameters, and a replica that
-    returns gets its state from a peer."""
+    """Durable snapshots on disk, which ``elastic-train run --resume`` goes on from. A replica that returns does not
+    read them: it gets its state from a peer."""
 
     enable: bool = False
     """Write a snapshot every checkpoint.interval steps; the last state is written in any case."""
@@ -329,7 +329,7 @@ class CheckpointConfig:
 
     interval: PositiveInt = 500
     """Inner steps from one snapshot to the next; it is taken at the next outer sync, by the lowest slot in the
-    quorum, and must be written within recovery.hang_timeout_s."""
+    quorum, and written while that trains on."""
 
     initial_load_path: str | None = None
     """Checkpoint to start from."""
@@ -353,8 +353,8 @@ class CheckpointConfig:
     """Type of the parameters in the last save."""
 
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
-    """How torchtitan overlapped saving with training; here the replica that writes a snapshot stops for it,
-    whatever the value."""
+    """How torchtitan overlapped saving with training; here a snapshot is always written beside the training, whatever
+    the value."""
 
     keep_latest_k: Count = 10
     """How many snapshots to keep; 0: all."""

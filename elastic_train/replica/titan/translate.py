@@ -85,7 +85,7 @@ def translate(config: RunConfig, *, slot: int, run_dir: Path) -> Trainer.Config:
             },
             spmd_backend="partial_dtensor",
         ),
-        # Durable snapshots are written by this package, at an outer step (see replica.checkpoint).
+        # Durable snapshots are written by this package, at an outer step (see replica.durable).
         checkpoint=CheckpointManager.Config(enable=False),
         activation_checkpoint=_activation_checkpoint(config.activation_checkpoint),
         compile=CompileConfig(
