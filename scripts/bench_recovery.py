@@ -13,9 +13,11 @@ from typing import Any
 import click
 from rich.table import Table
 
+from elastic_train.events import read_all
 from scripts.command_line import CONFIG, CONTEXT, FAILED, FLAGS, JSON, PASSED, main, seconds, show_table
 from scripts.fault_plan import draw_plan
 from scripts.figures import recovery_figures
+from scripts.join_figures import join_figures, joins
 from scripts.struck_run import make_target, run_under
 
 
@@ -44,7 +46,7 @@ def bench_recovery(
     kills: int, config: str, gap_steps: int, seed: int, run_dir: Path | None, as_json: bool, flags: tuple[str, ...]
 ) -> int:
     """Measures recoveries in one run: ranks of different replicas are killed with SIGKILL, one after the other, and
-    come back with the state of a peer. Everything is read from the event log of the run.
+    come back with the state of a peer. Everything is read from events.jsonl and metrics.jsonl of the run.
 
     \b
     median_s, worst_s             from the SIGKILL to the end of the first inner step of the new processes
@@ -55,11 +57,26 @@ def bench_recovery(
                                   to the Lighthouse only when its heartbeats have been missing for
                                   lighthouse.heartbeat_timeout_ms
 
+    \b
+    heal_s                        of the transfer of a state (median_s, worst_s)
+    donors                        for each transfer, how many slots gave bytes
+    survivor_step_ratio           a survivor's median inner step while a transfer goes on, to that of the
+                                  50 logged steps before; null if no transfer was so long that a step
+                                  began and ended in it
+    joiner_steps_before_sync      inner steps that a joiner had trained for its first commit (median, least)
+    intervals_skipped             outer steps that others agreed upon once a joiner had its state, and
+                                  committed before it committed any, over all joiners: must be 0
+    survivor_join_wait_beyond_step_s
+                                  the longest wait of a peer in the sync in which a joiner came in, less the
+                                  joiner's median inner step (median_s, worst_s); below 0: a shorter wait
+
+    An inner step is the time between two logged steps with no sync between them: metrics.log_freq should be 1.
+
     FLAGS are further flags of `elastic-train run`. The script itself decides training.steps, debug.seed and
     faults.at. Nothing else should use the machine meanwhile.
 
-    With --json the last line has these figures, and: kills, recovered, recoveries (each by itself), config, flags,
-    note, failed (why the figures cannot be trusted, empty if they can), run_dir.
+    With --json the last line has these figures, and: kills, recovered, recoveries and joins (each by itself), config,
+    flags, note, failed (why the figures cannot be trusted, empty if they can), run_dir.
 
     Exit code 0: measured; 1: the run failed; 2: wrong use; 130: interrupted.
     """
@@ -74,11 +91,14 @@ def bench_recovery(
     click.echo(f"{plan.steps} steps with {kills} kills: {' '.join(map(str, plan.faults))}", err=True)
     folder = run_dir or Path("outputs") / time.strftime("bench_recovery-%Y%m%d-%H%M%S")
     outcome = run_under(plan, target, folder, seed=seed)
+    found = joins(read_all(folder / "events.jsonl"), read_all(folder / "metrics.jsonl"))
     figures = {
         "kills": kills,
         "recovered": sum(strike.recovered_s is not None for strike in outcome.strikes),
         **recovery_figures(outcome.strikes),
+        **join_figures(found),
         "recoveries": [asdict(strike) for strike in outcome.strikes],
+        "joins": [asdict(join) for join in found],
         "config": Path(config).name,
         "flags": list(flags),
         "note": target.note,
@@ -101,8 +121,20 @@ def _show(figures: Mapping[str, Any]) -> None:
         table.add_row(f"from the SIGKILL: {name}", seconds(phase["median_s"]), seconds(phase["worst_s"]))
     wait = (seconds(figures["survivor_wait_median_s"]), seconds(figures["survivor_wait_worst_s"]))
     table.add_row("others waited in the sync of its return", *wait)
+    for text, name in (
+        ("the same, less the joiner's inner step", "survivor_join_wait_beyond_step_s"),
+        ("transfer of the state", "heal_s"),
+    ):
+        table.add_row(text, seconds(figures[name]["median_s"]), seconds(figures[name]["worst_s"]))
     table.add_row("others waited in a sync without it", "", seconds(figures["survivor_outage_wait_worst_s"]))
     show_table(table)
+    steps, ratio = figures["joiner_steps_before_sync"], figures["survivor_step_ratio"]
+    trained = "-" if steps["least"] is None else f"{steps['median']:g} (median), {steps['least']} (least)"
+    click.echo(f"inner steps of a joiner before its first sync: {trained}")
+    click.echo(f"outer steps that went by without a joiner that had its state: {figures['intervals_skipped']}")
+    click.echo(f"donors of each transfer: {' '.join(map(str, figures['donors'])) or '-'}")
+    during = "too short for a step" if ratio is None else f"{ratio:.2f} times as long as before"
+    click.echo(f"inner steps of the others during a transfer: {during}")
     for reason in figures["failed"]:
         click.echo(f"not to be trusted: {reason}")
     click.echo(f"run: {figures['run_dir']}")

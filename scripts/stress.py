@@ -6,9 +6,9 @@ import json
 import random
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.table import Table
@@ -20,9 +20,16 @@ from scripts.fault_plan import draw_plan
 from scripts.stress_results import OtherSettings, Result, Results, summarize
 from scripts.struck_run import Target, make_target, run_under
 from scripts.sync_world.families import FAMILIES
+from scripts.transfer_plan import TROUBLES
 from scripts.verdict import CAUSE_OF_KIND
 
+if TYPE_CHECKING:
+    from scripts.sync_world.trials import Trial as WorldTrial
+    from scripts.transfer_trials import Trial as TransferTrial
+
 RESULTS = "results.jsonl"
+ALL = "all"
+"""Every trouble that there is."""
 # A process that hangs is found after this time, and everybody waits for it until then.
 _SOON_SILENT = ("--recovery.silence_timeout_s", "5")
 
@@ -42,16 +49,26 @@ class KindList(click.ParamType[tuple[str, ...]]):
         return kinds
 
 
-class FamilyList(click.ParamType[tuple[str, ...]]):
-    """Names of families of worlds with commas between them."""
+class NameList(click.ParamType[tuple[str, ...]]):
+    """Some of certain names with commas between them."""
 
-    name = "families"
+    name = "names"
+
+    def __init__(self, what: str, known: Collection[str]) -> None:
+        """
+        Args:
+            what: they are names of, in the plural.
+        """
+        self._what = what
+        self._known = tuple(known)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
-        families = value if isinstance(value, tuple) else tuple(family.strip() for family in value.split(","))
-        if unknown := [family for family in families if family not in FAMILIES]:
-            self.fail(f"no worlds are called {', '.join(unknown)}; there are {', '.join(FAMILIES)}", param, ctx)
-        return families
+        names = value if isinstance(value, tuple) else tuple(name.strip() for name in value.split(","))
+        if unknown := [name for name in names if name not in self._known]:
+            self.fail(
+                f"no {self._what} are called {', '.join(unknown)}; there are {', '.join(self._known)}", param, ctx
+            )
+        return names
 
 
 @click.command(context_settings=CONTEXT)
@@ -95,11 +112,18 @@ class FamilyList(click.ParamType[tuple[str, ...]]):
 @click.option("--keep", is_flag=True, help="Keep the folders of all runs, not only of those that failed.")
 @click.option(
     "--worlds",
-    type=FamilyList(),
+    type=NameList("worlds", FAMILIES),
     default=(),
     metavar="FAMILY,...",
     help="Strike worlds of the outer sync alone instead of runs: plain, fsdp (2 ranks a replica), fragments "
     "(overlapped), joiner (another replica comes in beside the fault).",
+)
+@click.option(
+    "--transfers",
+    type=NameList("troubles", (ALL, *TROUBLES)),
+    default=(),
+    metavar="TROUBLE,...",
+    help=f"Strike transfers of a state alone instead of runs: {', '.join(TROUBLES)}; or {ALL}.",
 )
 @click.option(
     "--repeat",
@@ -108,7 +132,7 @@ class FamilyList(click.ParamType[tuple[str, ...]]):
     show_default=True,
     type=click.IntRange(min=1),
     metavar="N",
-    help="With --worlds: how many of each family, one a seed.",
+    help="With --worlds or --transfers: how many of each family or trouble, one a seed.",
 )
 @JSON
 @FLAGS
@@ -122,6 +146,7 @@ def stress(
     out: Path | None,
     keep: bool,
     worlds: tuple[str, ...],
+    transfers: tuple[str, ...],
     repeats: int,
     as_json: bool,
     flags: tuple[str, ...],
@@ -147,11 +172,22 @@ def stress(
     survivor has lost a token. Only --first_seed, --repeat, --out, --keep and --json apply; results are written to
     OUT/worlds.jsonl.
 
+    With --transfers one to three joiners fetch a state from one to three donors at the same time, all in real
+    processes, and one trouble comes after a number of bytes that is drawn from the seed. A trial passes if every
+    joiner ends with exactly the state and header of a donor, or, if none is left that could give it, with a failure
+    that says so; if no joiner gives up a donor that nothing has struck; and if no process and no thread is left
+    behind. Only --first_seed, --repeat, --out and --json apply; results are written to OUT/transfers.jsonl.
+
     Exit code 0: all passed; 1: one failed; 2: wrong use; 130: interrupted.
     """
     folder = out or Path("outputs") / time.strftime("stress-%Y%m%d-%H%M%S")
+    if worlds and transfers:
+        raise click.UsageError("--worlds and --transfers are two tests: ask for one of them")
     if worlds:
         return _stress_worlds(worlds, range(first_seed, first_seed + repeats), folder, keep=keep, as_json=as_json)
+    if transfers:
+        troubles = tuple(TROUBLES) if ALL in transfers else transfers
+        return _stress_transfers(troubles, range(first_seed, first_seed + repeats), folder, as_json=as_json)
     shape = () if replicas is None else ("--orchestrator.replicas", str(replicas))
     target = make_target(config, [*_SOON_SILENT, *shape, *flags])
     if target.replicas < 2:
@@ -206,22 +242,34 @@ def _run(seed: int, kinds: Sequence[str], gap_steps: int, target: Target, folder
 
 def _stress_worlds(families: Sequence[str], seeds: Sequence[int], folder: Path, *, keep: bool, as_json: bool) -> int:
     # They load torch, which nobody needs who asks for help.
-    from scripts.sync_world.trials import Trial, repeat, sum_up
+    from scripts.sync_world.trials import repeat, sum_up
 
-    def tell(trial: Trial) -> None:
-        click.echo(
-            f"{trial.name}: {trial.fault} {'FAILED' if trial.reasons else 'passed'} in {trial.wall_s} s", err=True
-        )
-        for reason in trial.reasons:
-            click.echo(f"  {reason}", err=True)
+    trials, interrupted = repeat(families, seeds, folder, keep=keep, tell=_tell_trial)
+    return _conclude(sum_up(trials), "families", "worlds", folder, interrupted=interrupted, as_json=as_json)
 
-    trials, interrupted = repeat(families, seeds, folder, keep=keep, tell=tell)
-    summary = sum_up(trials) | {"interrupted": interrupted, "folder": str(folder)}
+
+def _stress_transfers(troubles: Sequence[str], seeds: Sequence[int], folder: Path, *, as_json: bool) -> int:
+    from scripts.transfer_trials import repeat, sum_up
+
+    trials, interrupted = repeat(troubles, seeds, folder, tell=_tell_trial)
+    return _conclude(sum_up(trials), "troubles", "trials", folder, interrupted=interrupted, as_json=as_json)
+
+
+def _tell_trial(trial: WorldTrial | TransferTrial) -> None:
+    click.echo(f"{trial.name}: {trial.fault} {'FAILED' if trial.reasons else 'passed'} in {trial.wall_s} s", err=True)
+    for reason in trial.reasons:
+        click.echo(f"  {reason}", err=True)
+
+
+def _conclude(
+    summary: dict[str, Any], groups: str, what: str, folder: Path, *, interrupted: bool, as_json: bool
+) -> int:
+    """Show what trials gave; their exit code."""
     if as_json:
-        click.echo(json.dumps(summary))
+        click.echo(json.dumps(summary | {"interrupted": interrupted, "folder": str(folder)}))
     else:
-        for family, figures in summary["families"].items():
-            click.echo(f"{family}: {figures['passed']} of {figures['runs']} worlds passed")
+        for name, figures in summary[groups].items():
+            click.echo(f"{name}: {figures['passed']} of {figures['runs']} {what} passed")
         click.echo(f"results: {folder}")
     if interrupted:
         return INTERRUPTED

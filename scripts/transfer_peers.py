@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from types import TracebackType
 from typing import Any
@@ -111,9 +112,7 @@ class Peers:
         Raises:
             PeerFailed: a donor did not get ready.
         """
-        # Fork alone would copy the threads' locks of this process; the server has none, and torch is loaded once.
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload([__name__])
+        self._context = peer_context(__name__)
         self._numel = max(size // (4 * _TENSORS), 1)
         self._streams = streams
         self._namespace = joiner
@@ -125,7 +124,7 @@ class Peers:
             for place in donors:
                 self._ends.append(self._start(_give, place, self._token, self._numel, streams))
             for slot, end in enumerate(self._ends):
-                _answer(end, f"donor {slot}")
+                answer_of(end, f"donor {slot}")
         except BaseException:
             self.end()
             raise
@@ -151,7 +150,7 @@ class Peers:
         end = self._start(_take, self._namespace, self._token, self._numel, self._streams, way, self._turn, offers)
         joiner = self.processes.pop()
         try:
-            timed: TimedTransfer = _answer(end, "the joiner")
+            timed: TimedTransfer = answer_of(end, "the joiner")
         finally:
             joiner.kill()
             joiner.join(_LEAVE_S)
@@ -184,7 +183,7 @@ class Peers:
             self._ends[slot].send(order)
         except OSError as error:
             raise PeerFailed(f"donor {slot} is gone") from error
-        return _answer(self._ends[slot], f"donor {slot}")
+        return answer_of(self._ends[slot], f"donor {slot}")
 
 
 def needed_bytes(size: int, donors: int) -> int:
@@ -192,9 +191,18 @@ def needed_bytes(size: int, donors: int) -> int:
     return (donors + 2) * size + (donors + 2) * 300_000_000
 
 
-def _answer(end: Connection, who: str) -> Any:
-    if not end.poll(_ANSWER_S):
-        raise PeerFailed(f"{who} did not answer in {_ANSWER_S:.0f} s")
+def peer_context(module: str) -> ForkServerContext:
+    """Starts processes that have a module loaded already, and torch with it."""
+    # Fork alone would copy the threads' locks of this process; the server has none.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([module])
+    return context
+
+
+def answer_of(end: Connection, who: str, within_s: float = _ANSWER_S) -> Any:
+    """What a process in :func:`telling` says next. Raises PeerFailed, also if that is what it says."""
+    if not end.poll(within_s):
+        raise PeerFailed(f"{who} did not answer in {within_s:.0f} s")
     try:
         answer = end.recv()
     except (EOFError, OSError) as error:
@@ -373,12 +381,12 @@ def _take(
     turn: int,
     offers: Sequence[Offer],
 ) -> None:
-    with _telling(connection, namespace, "the joiner"):
+    with telling(connection, namespace, "the joiner"):
         connection.send(_fetch(way, token, numel, streams, turn, offers))
 
 
 def _give(connection: Connection, place: Place, token: str, numel: int, streams: int) -> None:
-    with _telling(connection, place.namespace, "a donor"):
+    with telling(connection, place.namespace, "a donor"):
         giver = _Giver(place.host, token, numel, streams)
         connection.send(None)
         while True:
@@ -386,8 +394,13 @@ def _give(connection: Connection, place: Place, token: str, numel: int, streams:
 
 
 @contextlib.contextmanager
-def _telling(connection: Connection, namespace: str, who: str) -> Iterator[None]:
-    """What both ends do around their work: they go where they belong, and tell what goes wrong."""
+def telling(connection: Connection, namespace: str, who: str) -> Iterator[None]:
+    """What such processes do around their work: they go where they belong, and tell what goes wrong.
+
+    Args:
+        connection: to the process that has started this one.
+        namespace: network namespace; empty: that of this process.
+    """
     # Ctrl-C reaches every process of a terminal; who started this one ends it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # The other end is gone, or this one has said why it can go on no longer: in either case nobody listens.

@@ -85,6 +85,7 @@ _STOCK: tuple[tuple[str, str, str], ...] = (
     ("diloco.compression", "none", "exchanges what there is unrounded"),
     ("diloco.anchor_device", "host", "keeps its anchor on the host"),
     ("peer_ckpt.transport", "http", "takes a state inside the quorum, by torchft's own transport"),
+    ("peer_ckpt.tls_certificate", "", "sends states by torchft's own transport, which does not encrypt"),
 )
 
 # Far above what helps, and below what hurts.

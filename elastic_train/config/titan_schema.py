@@ -191,6 +191,10 @@ class DataLoaderConfig:
     """Parts into which the data is cut, whatever the number of replicas; each part has a position of its own,
     so this must not change while a dataset is being trained on."""
 
+    log_samples: bool = False
+    """Write a line for each sample that is drawn into the run's folder, so that scripts/check_samples.py can tell
+    whether each one was trained on exactly once."""
+
 
 @section
 class TrainingConfig:

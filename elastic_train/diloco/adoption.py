@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from elastic_train.diloco.control import ControlGroup
 from elastic_train.diloco.engine import NoPeerState, Sync, SyncKind
@@ -18,7 +18,7 @@ from elastic_train.diloco.ledger import Ledger, parts_of
 from elastic_train.diloco.peers import NO_OFFER, Member, Offer, Peers, by_slot
 from elastic_train.diloco.publication import INNER, OUTER, Publication, whole_hash
 from elastic_train.diloco.trainee import SyncJournal, Trainee
-from elastic_train.peer_ckpt.client import Fetched, TransferFailed
+from elastic_train.peer_ckpt.client import Fetched, TransferFailed, Unwanted
 from elastic_train.peer_ckpt.shards import combine
 from elastic_train.peer_ckpt.snapshot import Snapshot
 
@@ -55,16 +55,22 @@ class Adoption:
         self._journal = journal
         self._timeout_s = timeout_s
         self._pause = threading.Event()
+        self._failed: set[Member] = set()
+        """Donors whose state could not be used in the present search."""
 
-    def look(self, at_least: int, among: Sequence[int] | None, avoid: Collection[Member] = ()) -> Offer | None:
-        """Rank 0's word on the newest state that is to be had, if it is of that outer step; waits a moment if not."""
+    def look(self, at_least: int, among: Sequence[int] | None) -> Offer | None:
+        """Rank 0's word on the newest state that is to be had, if it is of that outer step; waits a moment if not.
+
+        Donors whose state could not be used are asked again only once all others have been.
+        """
         self._trainee.alive()
         row = NO_OFFER
         if self._control.rank == 0:
-            found = self._peers.offer(at_least, among, avoid)
+            found = self._peers.offer(at_least, among, self._failed)
             if found is not None:
                 row = found.to_ints()
             else:
+                self._failed.clear()
                 self._pause.wait(_LOOK_S)
         return Offer.from_ints(self._control.word(row).heard())
 
@@ -75,13 +81,11 @@ class Adoption:
             NoPeerState: what is in place is not what the donor has.
         """
         end = time.monotonic() + self._timeout_s
-        failed: set[Member] = set()
+        self._failed.clear()
         while True:
-            offer = self.look(at_least, among, failed)
-            if offer is not None:
-                if (healed := self._heal(offer)) is not None:
-                    return healed
-                failed.update(offer.donors)
+            offer = self.look(at_least, among)
+            if offer is not None and (healed := self._heal(offer)) is not None:
+                return healed
             if self._control.word([int(time.monotonic() > end)]).heard()[0]:
                 return None
 
@@ -140,21 +144,65 @@ class Adoption:
         return Sync(kind=SyncKind.HEALED, outer_step=offer.outer_step)
 
     def _pull(self, offer: Offer, sections: Sequence[str]) -> Fetched | None:
-        """Each rank's part of the state that is offered, proved to be that."""
-        fetched, rank_hash = None, 0
-        try:
-            fetched = self._peers.fetch(
+        """Each rank's part of the state that is offered, proved to be that; what only one donor has is of the same one
+        on all ranks."""
+        transfer = _Transfer(
+            lambda: self._peers.fetch(
                 offer, sections, [OUTER], alive=self._trainee.alive, on_progress=self._journal.transferred
             )
+        )
+        # Who is through waits for the others, for as long as their transfers may take.
+        while not self._control.all(transfer.ended(_LOOK_S)):
+            self._trainee.alive()
+        fetched, rank_hash, primary, moved_on = None, 0, (-1, -1), False
+        try:
+            fetched = transfer.result()
             rank_hash = combine([part.hash() for part in parts_of(fetched.snapshot, len(self._ledger.fragments))])
+            primary = (fetched.primary.slot, fetched.primary.incarnation) if INNER in sections else primary
         except (TransferFailed, KeyError) as error:
+            moved_on = isinstance(error, Unwanted)
             logger.info("the state of outer step %d could not be fetched: %s", offer.outer_step, error)
-        rows = self._control.gather([int(fetched is not None), rank_hash])
-        whole = all(row[0] for row in rows) and combine([row[1] for row in rows]) == offer.state_hash
-        return fetched if whole else None
+        rows = self._control.gather([int(fetched is not None), int(moved_on), rank_hash, *primary])
+        if all(row[0] for row in rows) and combine([row[2] for row in rows]) == offer.state_hash:
+            if len({tuple(row[3:]) for row in rows}) == 1:
+                return fetched
+            logger.info("the ranks have moments of different replicas, and fetch them again")
+        elif not any(row[1] for row in rows):
+            self._failed.update(offer.donors)
+        return None
 
     def _put_in_place(self, snapshot: Snapshot, *, carried: Collection[int]) -> None:
         # What this rank shows its own peers lies where the new state goes.
         for section in (INNER, OUTER):
             self._publication.retire(section)
         self._ledger.adopt(snapshot, carried=carried)
+
+
+class _Transfer:
+    """A fetch in a thread of its own."""
+
+    def __init__(self, fetch: Callable[[], Fetched]) -> None:
+        self._fetch = fetch
+        self._fetched: Fetched | None = None
+        self._error: Exception | None = None
+        self._ended = threading.Event()
+        threading.Thread(target=self._run, name="transfer", daemon=True).start()
+
+    def ended(self, timeout_s: float) -> bool:
+        """Whether it is over, for better or worse; waits so long at most."""
+        return self._ended.wait(timeout_s)
+
+    def result(self) -> Fetched:
+        """What was fetched, once it is over. Raises what went wrong."""
+        if self._error is not None:
+            raise self._error
+        assert self._fetched is not None
+        return self._fetched
+
+    def _run(self) -> None:
+        try:
+            self._fetched = self._fetch()
+        except Exception as error:
+            self._error = error
+        finally:
+            self._ended.set()

@@ -132,13 +132,14 @@ class Peers:
         """The newest state that is to be had, ``at_least`` of that outer step, from the slots ``among``, if given.
 
         The registry chooses who gives it, as it knows who is busy. Where it is away, or has not heard of such a state
-        yet, the peers themselves are asked. Who is in ``avoid`` is taken only if there is nobody else.
+        yet, the peers themselves are asked.
+
+        Args:
+            avoid: who has failed this replica. If there are any, one donor is offered at a time: of several, one that
+                gives wrong bytes could make the others look wrong.
         """
-        for avoided in (avoid, ()) if avoid else ((),):
-            offer = self._chosen(at_least, None, among, avoided) or self._found(at_least, among, avoided)
-            if offer is not None:
-                return offer
-        return None
+        count = 1 if avoid else self._transfers.donors
+        return self._chosen(at_least, None, among, avoid, count) or self._found(at_least, among, avoid, count)
 
     def outer_step_of(self, slot: int, incarnation: int) -> int | None:
         """The outer step of that incarnation; None if it does not answer, for which it gets time: who is only slow must
@@ -198,8 +199,8 @@ class Peers:
 
         def others(lost: Collection[Donor]) -> list[Donor]:
             avoid = {(donor.slot, donor.incarnation) for donor in lost} | set(offer.donors)
-            step = offer.outer_step
-            found = self._chosen(step, step, None, avoid) or self._found(step, None, avoid)
+            step, count = offer.outer_step, self._transfers.donors
+            found = self._chosen(step, step, None, avoid, count) or self._found(step, None, avoid, count)
             same = found is not None and (found.outer_step, found.state_hash) == (step, offer.state_hash)
             return self._located(found.donors) if found is not None and same else []
 
@@ -233,7 +234,7 @@ class Peers:
         ]
 
     def _chosen(
-        self, at_least: int, at_most: int | None, among: Collection[int] | None, avoid: Collection[Member]
+        self, at_least: int, at_most: int | None, among: Collection[int] | None, avoid: Collection[Member], count: int
     ) -> Offer | None:
         """By the registry."""
         answer = self._directory.donors(
@@ -242,7 +243,7 @@ class Peers:
             self._host,
             at_least=at_least,
             at_most=at_most,
-            count=self._transfers.donors,
+            count=count,
             among=among,
             avoid=avoid,
         )
@@ -254,7 +255,9 @@ class Peers:
             donors=tuple((donor.slot, donor.incarnation) for donor in answer.donors),
         )
 
-    def _found(self, at_least: int, among: Collection[int] | None, avoid: Collection[Member]) -> Offer | None:
+    def _found(
+        self, at_least: int, among: Collection[int] | None, avoid: Collection[Member], count: int
+    ) -> Offer | None:
         """By asking the peers."""
         standings = [
             state for state in self._standings(at_least, among) if (state.slot, state.incarnation) not in avoid
@@ -266,7 +269,7 @@ class Peers:
         return Offer(
             outer_step=first.outer_step,
             state_hash=first.state_hash,
-            donors=tuple((state.slot, state.incarnation) for state in same[: self._transfers.donors]),
+            donors=tuple((state.slot, state.incarnation) for state in same[:count]),
         )
 
     def _standings(self, at_least: int, among: Collection[int] | None) -> list[PeerState]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -46,6 +47,7 @@ class Presence:
         self._docket = docket
         self._journal = journal
         self._shown = (-1, 0)
+        self._telling = threading.Lock()
         self.server = PeerServer(
             identity.host,
             identity.token,
@@ -68,8 +70,13 @@ class Presence:
         self._shown = (outer_step, state_hash)
 
     def holds(self, header: Mapping[str, Any]) -> None:
-        """That state can be had of all ranks now, or will be in a moment; called beside the training."""
-        if self._control.rank == 0:
+        """That state can be had of all ranks now, or will be in a moment; called beside the training.
+
+        As long as the registry has not answered to the last word, there is no other.
+        """
+        if self._control.rank != 0 or not self._telling.acquire(blocking=False):
+            return
+        try:
             self._directory.held(
                 self._identity.slot,
                 self._identity.incarnation,
@@ -78,6 +85,8 @@ class Presence:
                 host=self._identity.host,
                 load=self.server.load,
             )
+        finally:
+            self._telling.release()
 
     def close(self) -> None:
         self.server.close()

@@ -70,6 +70,7 @@ class Publication:
         self._shown: list[Snapshot] = []
         self._thread: threading.Thread | None = None
         self._copied = threading.Event()
+        self._is_shown = threading.Event()
         self._error: BaseException | None = None
 
     def publish(self, header: Mapping[str, Any]) -> None:
@@ -86,6 +87,7 @@ class Publication:
         whole = {**header, "extra": self._trainee.counters()}
         moments = dict(self._trainee.moments())
         self._copied.clear()
+        self._is_shown.clear()
         self._thread = threading.Thread(target=self._make, args=(shelf, whole, moments), name="snapshot", daemon=True)
         self._thread.start()
 
@@ -99,7 +101,8 @@ class Publication:
     def settle(self) -> None:
         """Wait until what was to be published is shown."""
         if self._thread is not None:
-            self._thread.join()
+            # Not for the thread itself, which tells of it afterwards.
+            self._is_shown.wait()
             self._thread = None
             self._raise()
 
@@ -134,11 +137,13 @@ class Publication:
             shelf.snapshot = Snapshot(whole, {INNER: inner, OUTER: outer})
             self._shown.append(shelf.snapshot)
             self._server.publish(shelf.snapshot)
-            self._on_shown(shelf.snapshot.header)
         except BaseException as error:
             self._error = error
+            return
         finally:
             self._copied.set()
+            self._is_shown.set()
+        self._on_shown(whole)
 
     def _copy(
         self, shelf: _Shelf, moments: Mapping[str, torch.Tensor]

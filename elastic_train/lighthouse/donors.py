@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 LEASE_S = 60.0
-"""Seconds after which a joiner that says nothing no longer counts. A transfer that takes longer still counts by what
-its donors report."""
+"""Seconds after which a joiner that has not said that it is done no longer counts. A transfer that takes longer still
+counts by what its donors report."""
 
 Member = tuple[int, int]
 """Slot and incarnation."""
@@ -67,6 +67,11 @@ class Wish:
     def member(self) -> Member:
         return self.slot, self.incarnation
 
+    @property
+    def replaces(self) -> bool:
+        """Whether the donors are to help those that the joiner has already."""
+        return self.at_most is not None
+
     def may_take_from(self, holder: Holder) -> bool:
         """Whether that replica is another one, and not excluded."""
         return (
@@ -117,7 +122,7 @@ def choose(wish: Wish, holders: Iterable[Holder]) -> Choice | None:
 @dataclass(frozen=True, kw_only=True)
 class _Lease:
     donors: frozenset[Member]
-    heard: float
+    given: float
 
 
 class Leases:
@@ -127,13 +132,10 @@ class Leases:
         self._given: dict[Member, _Lease] = {}
 
     def give(self, joiner: Member, donors: Iterable[Member], now: float) -> None:
-        """The joiner is about to fetch from these, and no longer from those that it was given before."""
-        self._given[joiner] = _Lease(donors=frozenset(donors), heard=now)
-
-    def heard(self, joiner: Member, now: float) -> None:
-        """The joiner has said something: it is still there."""
-        if joiner in self._given:
-            self._given[joiner] = replace(self._given[joiner], heard=now)
+        """The joiner is about to fetch from these, too."""
+        before = self._given.get(joiner)
+        known = frozenset() if before is None else before.donors
+        self._given[joiner] = _Lease(donors=known.union(donors), given=now)
 
     def end(self, joiner: Member) -> None:
         """The joiner is done; one that has no lease is as welcome."""
@@ -148,6 +150,6 @@ class Leases:
         self._given = {
             joiner: lease
             for joiner, lease in self._given.items()
-            if now - lease.heard < LEASE_S and not is_dead(*joiner)
+            if now - lease.given < LEASE_S and not is_dead(*joiner)
         }
         return Counter(donor for lease in self._given.values() for donor in lease.donors if not is_dead(*donor))

@@ -54,7 +54,7 @@ class Registry:
             IncarnationEnded: it has ended, or a newer one has its place.
         """
         with self._guard:
-            self._hear(slot, entry.incarnation)
+            self._refuse_the_dead(slot, entry.incarnation)
             self._roll = self._roll.with_peer(slot, entry)
 
     def ended(self, slot: int, incarnation: int) -> None:
@@ -78,7 +78,9 @@ class Registry:
             IncarnationEnded: it has ended, or a newer one has its place.
         """
         with self._guard:
-            self._hear(slot, incarnation)
+            self._refuse_the_dead(slot, incarnation)
+            # Who has a state to give is not fetching one.
+            self._leases.end((slot, incarnation))
             known = self._holders.get(slot)
             held: tuple[HeldState, ...] = ()
             if known is not None and known.incarnation == incarnation:
@@ -94,9 +96,10 @@ class Registry:
             IncarnationEnded: the joiner has ended, or a newer one has its place.
         """
         with self._guard:
-            self._hear(wish.slot, wish.incarnation)
-            # It is done with those that it had before, which must not count against them now.
-            self._leases.end(wish.member)
+            self._refuse_the_dead(wish.slot, wish.incarnation)
+            if not wish.replaces:
+                # It is done with those that it had before, which must not count against them now.
+                self._leases.end(wish.member)
             choice = choose(wish, self._living())
             if choice is None:
                 return DonorList()
@@ -119,16 +122,16 @@ class Registry:
         with self._guard:
             self._leases.end((slot, incarnation))
 
-    def _hear(self, slot: int, incarnation: int) -> None:
+    def _refuse_the_dead(self, slot: int, incarnation: int) -> None:
         if self._roll.is_dead(slot, incarnation):
             raise IncarnationEnded(f"incarnation {incarnation} of replica {slot} has ended")
-        self._leases.heard((slot, incarnation), self._clock.monotonic())
 
     def _living(self) -> list[Holder]:
         """Those that can be asked for what they hold, with all that they are busy with."""
         leases = self._leases.load(self._roll.is_dead, self._clock.monotonic())
         return [
-            replace(holder, load=holder.load + leases.get(holder.member, 0))
+            # A joiner that is served counts among both.
+            replace(holder, load=max(holder.load, leases.get(holder.member, 0)))
             for slot, holder in self._holders.items()
             if slot in self._roll.peers and self._roll.peers[slot].incarnation == holder.incarnation
         ]

@@ -6,37 +6,68 @@ from pathlib import Path
 
 from elastic_train.config import ConfigError, EnvironmentProblem, RunConfig
 from elastic_train.diloco.schedule import OuterSchedule
-from elastic_train.replica.durable.folder import DurableSnapshot, newest_sound
+from elastic_train.replica.durable.folder import DurableSnapshot, sound
+from elastic_train.replica.durable.origin import differences
 
 
 def find_snapshot(config: RunConfig, run_dir: Path) -> tuple[DurableSnapshot, list[str]]:
-    """The newest sound snapshot below ``run_dir``, and why newer ones were passed over. Reads every byte of it.
+    """The newest sound snapshot below ``run_dir`` that this config can go on from, and why newer ones were passed over.
+
+    Reads every byte of it.
 
     Raises:
-        ConfigError: this config has another place for it.
+        ConfigError: this config has another place for it, or another meaning.
         EnvironmentProblem: there is none.
     """
     folder = run_dir.absolute() / config.checkpoint.folder
     if config.diloco.engine != "elastic":
         raise ConfigError(f'--resume needs diloco.engine = "elastic", not "{config.diloco.engine}"')
-    found, passed = newest_sound(folder)
-    if found is None:
-        why = f" ({'; '.join(passed)})" if passed else ""
-        raise EnvironmentProblem(
-            f"{folder} holds no snapshot that a run can go on from{why}: name the folder of a run that had "
-            "checkpoint.enable = true, or leave --resume out"
-        )
-    facts, settings = found.facts, config.diloco
+    settings = config.diloco
     schedule = OuterSchedule(steps=config.training.steps, sync_every=settings.sync_every, fragments=settings.fragments)
-    if facts.step >= config.training.steps:
-        raise ConfigError(
-            f"the snapshot {found.path} is of step {facts.step} and training.steps is {config.training.steps}: "
-            "raise training.steps"
+    passed: list[str] = []
+    misplaced: list[str] = []
+    for snapshot in sound(folder, passed):
+        _check_origin(snapshot, config)
+        facts = snapshot.facts
+        if facts.step >= config.training.steps:
+            raise ConfigError(
+                f"the snapshot {snapshot.path} is of step {facts.step} and training.steps is "
+                f"{config.training.steps}: raise training.steps"
+            )
+        start = schedule.start(facts.outer_step)
+        if start == facts.step:
+            return snapshot, passed
+        # The end of training.steps may have cut its last interval short; the one before is then of a whole interval.
+        misplaced.append(
+            f"{snapshot.path} is of step {facts.step} after {facts.outer_step} outer steps, which are {start} steps here"
         )
-    if schedule.start(facts.outer_step) != facts.step:
+        passed.append(f"the snapshot {snapshot.path.name} was passed over: {misplaced[-1]}")
+    if misplaced:
         raise ConfigError(
-            f"the snapshot {found.path} is of step {facts.step} after {facts.outer_step} outer steps, which are "
-            f"{schedule.start(facts.outer_step)} steps here: diloco.sync_every and diloco.fragments must stay what "
-            "they were"
+            f"the snapshot {misplaced[0]}, and no older one fits: diloco.sync_every and diloco.fragments must stay what "
+            "they were, and no run goes on with more training.steps from an interval that their end cut short"
         )
-    return found, passed
+    why = f" ({'; '.join(passed)})" if passed else ""
+    raise EnvironmentProblem(
+        f"{folder} holds no snapshot that a run can go on from{why}: name the folder of a run that had "
+        "checkpoint.enable = true, or leave --resume out"
+    )
+
+
+def _check_origin(snapshot: DurableSnapshot, config: RunConfig) -> None:
+    """
+    Raises:
+        ConfigError: its numbers mean something else here.
+    """
+    origin = snapshot.facts.origin
+    if origin.get("diloco.engine") != "elastic":
+        raise ConfigError(
+            f'the snapshot {snapshot.path} was written with diloco.engine = "{origin.get("diloco.engine")}": it lacks '
+            'the outer momentum, so no run can go on from it; use diloco.engine = "elastic" from the start'
+        )
+    differing = differences(origin, config)
+    if differing:
+        raise ConfigError(
+            f"the snapshot {snapshot.path} is of a run with another config ({'; '.join(differing)}): give these keys "
+            "the values that they had"
+        )

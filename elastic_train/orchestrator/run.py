@@ -159,7 +159,7 @@ def _check_tls(config: RunConfig) -> None:
     tls = tls_of(config.peer_ckpt)
     try:
         if tls is not None:
-            tls.server_context()
+            tls.check()
     except TlsProblem as problem:
         raise EnvironmentProblem(f"peer_ckpt.tls_*: {problem}") from problem
 

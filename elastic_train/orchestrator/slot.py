@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 _GONE_S = 10.0
 """How long the kernel may take to remove a process that was killed."""
 _GONE_LOOK_S = 0.02
+_TELL_AGAIN_S = 1.0
 
 _LIFECYCLE_OF_EVENT = {
     "heal_started": Trigger.HEAL_STARTED,
@@ -102,6 +103,7 @@ class ReplicaSlot:
         self.lifecycle = ReplicaLifecycle()
         self._run = run
         self._others_live = others_live
+        self._telling: asyncio.Task[None] | None = None
         self.finished = False
         """Whether this slot trained to the end itself and holds the last state."""
         self._number = -1
@@ -190,6 +192,8 @@ class ReplicaSlot:
 
     async def shut_down(self) -> None:
         """End the slot's processes and give its hosts back."""
+        if self._telling is not None:
+            self._telling.cancel()
         if self._supervisor is not None:
             await self._supervisor.close(self._run.config.recovery.stop_timeout_s)
             await self.pump()
@@ -201,6 +205,11 @@ class ReplicaSlot:
         if self._allocation is not None:
             await self._run.scheduler.release(self._allocation)
             self._allocation = None
+
+    async def _tell_retired(self) -> None:
+        """Let the others take over the data of this slot, which nobody reads any more."""
+        while not await asyncio.to_thread(self._run.directory.retired, self.slot):
+            await asyncio.sleep(_TELL_AGAIN_S)
 
     async def _end_ranks(self) -> None:
         """Kill the ranks that are known, and once they are gone say so to whoever may wait for their answer."""
@@ -409,7 +418,7 @@ class ReplicaSlot:
         self.apply(Trigger.RETIRE)
         self._run.barrier.give_up(self.slot)
         await self.shut_down()
-        # Not before its processes are gone: from now on others read its data.
-        if self._run.registry:
-            await asyncio.to_thread(self._run.directory.retired, self.slot)
+        # Not before its processes are gone: from then on others read its data.
+        if self._run.registry and not any(is_alive(process) for process in self._processes):
+            self._telling = asyncio.ensure_future(self._tell_retired())
         return SlotEnd(state=self.state, cause=cause, reason=self._failures[-1].error)

@@ -44,6 +44,24 @@ class Tls:
         """For a client, which talks only to a server that has a certificate; errors as for ``server_context``."""
         return self._context(ssl.PROTOCOL_TLS_CLIENT)
 
+    def check(self) -> None:
+        """See that processes with these files would talk to each other.
+
+        Raises:
+            TlsProblem: a file is missing or not what it should be, or the authority did not sign the certificate, or it
+                has expired, or is not for servers and clients alike.
+        """
+        to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+        client = self.client_context().wrap_bio(to_client, to_server)
+        server = self.server_context().wrap_bio(to_server, to_client, server_side=True)
+        for side in (client, server) * 2:
+            try:
+                side.do_handshake()
+            except ssl.SSLWantReadError:
+                continue
+            except ssl.SSLError as error:
+                raise TlsProblem(f"{self.certificate} is no certificate that {self.authority} lets in: {error}") from error
+
     def _context(self, protocol: ssl._SSLMethod) -> ssl.SSLContext:
         context = ssl.SSLContext(protocol)
         context.minimum_version = ssl.TLSVersion.TLSv1_3

@@ -232,7 +232,8 @@ class Transfer:
             self._replaced = lost
             self._add(replace(lost))
         self._find_primary()
-        if not self._living() and not self._finished():
+        # Who is lost only since then comes first to be replaced.
+        if len(self._replaced) == len(self._links) and not self._finished():
             text = f"no donor is left{self._reasons()}"
             newer = [link.newer for link in self._links.values() if link.newer is not None]
             if newer and len(newer) == len(self._links):

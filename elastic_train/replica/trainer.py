@@ -34,7 +34,8 @@ from elastic_train.peer_ckpt.shards import local
 from elastic_train.replica.data.loader import DataError
 from elastic_train.replica.durable.content import OuterContent, parameters, read, whole_state
 from elastic_train.replica.durable.folder import DurableSnapshot, Facts
-from elastic_train.replica.durable.writer import SnapshotWriter
+from elastic_train.replica.durable.origin import origin_of
+from elastic_train.replica.durable.writer import NotWritten, SnapshotWriter
 from elastic_train.replica.faults import FaultPlan
 from elastic_train.replica.journal import Journal
 from elastic_train.replica.membership import make_group
@@ -194,8 +195,17 @@ class ElasticTrainer(Trainer):
                 outer_step=self.outer_step,
                 state_hash=self.engine.anchor_hash(self._gathered),
                 whole=not model_only,
+                origin=origin_of(self.run_config),
             )
-            state = parameters(self, TORCH_DTYPE_MAP[settings.export_dtype]) if model_only else whole_state(self)
+            # So that there is one copy on the host at a time.
+            self._writer.join()
+            state = self._copied(TORCH_DTYPE_MAP[settings.export_dtype] if model_only else None)
+            if state is None:
+                failure = f"no snapshot of step {self.step}: a rank could not copy its state, and its log says why"
+                self.journal.note(failure)
+                if last:
+                    raise NotWritten(failure)
+                return
             self._writer.start(state, facts)
             if last:
                 self._writer.wait()
@@ -318,6 +328,15 @@ class ElasticTrainer(Trainer):
             return
         self.save(last=False)
 
+    def _copied(self, model_as: torch.dtype | None) -> dict[str, Any] | None:
+        """What a snapshot holds, the whole state or the parameters alone in a type; None if any rank cannot copy it."""
+        state: dict[str, Any] | None = None
+        try:
+            state = whole_state(self) if model_as is None else parameters(self, model_as)
+        except (RuntimeError, MemoryError):  # torch's allocators raise a RuntimeError
+            logger.exception("the state of step %d could not be copied to the host", self.step)
+        return state if self.control.all(state is not None) else None
+
     def _gathered(self, value: int) -> list[int]:
         return [row[0] for row in self.control.gather([value])]
 
@@ -340,6 +359,7 @@ class ElasticTrainer(Trainer):
             slot=incarnation.slot,
             incarnation=incarnation.number,
             keep=settings.keep_latest_k,
+            device=self.device,
             control=self.control,
             on_saved=saved,
             on_failed=self.journal.note,

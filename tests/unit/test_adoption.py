@@ -17,7 +17,7 @@ from elastic_train.diloco.ledger import Ledger
 from elastic_train.diloco.peers import Member, Offer
 from elastic_train.diloco.publication import INNER, OUTER, Publication
 from elastic_train.diloco.schedule import OuterSchedule
-from elastic_train.peer_ckpt.client import Donor, Fetched, TransferFailed
+from elastic_train.peer_ckpt.client import Donor, Fetched, TransferFailed, Unwanted
 from elastic_train.peer_ckpt.shards import combine, load_tensors, tensor_bytes
 from elastic_train.peer_ckpt.snapshot import Snapshot
 from tests.controls import Alone, each, together
@@ -97,6 +97,7 @@ class Market:
         self.offers: dict[Offer, Snapshot | Exception] = {}
         self.fetched: list[int] = []
         self.took: list[int] = []
+        self.primary: Member | None = None
         self.looks: list[tuple[int, Sequence[int] | None]] = []
 
     def offer(
@@ -108,7 +109,7 @@ class Market:
             for offer in self.offers
             if offer.outer_step >= at_least and (among is None or offer.donors[0][0] in among)
         ]
-        return next((offer for offer in fit if offer.donors[0] not in avoid), fit[0] if fit else None)
+        return next((offer for offer in fit if offer.donors[0] not in avoid), None)
 
     def fetch(
         self,
@@ -129,6 +130,7 @@ class Market:
         snapshot = Snapshot(found.header, {section: found.sections[section] for section in sections})
         size = tensor_bytes(snapshot.sections)
         on_progress(size, size, {slot: size})
+        slot, incarnation = self.primary or (slot, incarnation)
         donor = Donor(slot=slot, incarnation=incarnation, address="")
         return Fetched(snapshot=snapshot, primary=donor, donors={donor: size}, refetched=0)
 
@@ -531,3 +533,35 @@ def test_moments_that_were_damaged_on_the_way_are_found() -> None:
 
     with pytest.raises(NoPeerState, match="differs from the donor's"):
         replica.adoption.heal_from_any(0, None)
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_moments_come_from_one_replica_for_all_ranks(same: bool) -> None:
+    controls = together(2)
+    parts = [donor_at(LAST - 2, first=first)[1] for first in (100.0, 200.0)]
+    hashes = [part.header["rank_hash"] for part in parts]
+    source = Offer(outer_step=LAST - 2, state_hash=combine(hashes), donors=((DONOR, 0), (4, 0)))
+
+    def takes(mine: int) -> bool:
+        replica = Replica(controls[mine], timeout_s=0.0)
+        replica.is_offered(parts[mine], source)
+        replica.market.primary = (DONOR, 0) if same or mine == 0 else (4, 0)
+        return replica.adoption.heal_from_any(0, None) is not None
+
+    assert each(2, takes) == [same, same]
+
+
+def test_who_has_only_moved_on_is_asked_again_at_once() -> None:
+    replica = Replica()
+    older, _ = donor_at(LAST - 3)
+    newer, snapshot = donor_at(LAST - 2)
+    replica.is_offered(Unwanted("it has gone on", LAST - 2), older)
+
+    def offers(at_least: int, among: Collection[int] | None = None, avoid: Collection[Member] = ()) -> Offer | None:
+        assert not avoid
+        return older if not replica.market.fetched else newer
+
+    replica.market.offer = offers  # type: ignore[method-assign]
+    replica.is_offered(snapshot, newer)
+
+    assert replica.adoption.heal_from_any(0, None) == Sync(kind=SyncKind.HEALED, outer_step=LAST - 2)

@@ -105,6 +105,10 @@ CONTRADICTIONS = {
         STOCK | {"peer_ckpt.transport": "tcp"},
         'peer_ckpt.transport = "tcp" is not supported by diloco.engine = "torchft", which takes a state inside the ',
     ),
+    "torchft and encryption": (
+        STOCK | dict.fromkeys(["peer_ckpt.tls_certificate", "peer_ckpt.tls_key", "peer_ckpt.tls_authority"], "a.pem"),
+        'peer_ckpt.tls_certificate = "a.pem" is not supported by diloco.engine = "torchft", which sends states by ',
+    ),
     "our engine and torchft's wire": (
         {"peer_ckpt.transport": "http"},
         'peer_ckpt.transport = "http" is torchft\'s transport, which takes diloco.engine = "torchft": set ',

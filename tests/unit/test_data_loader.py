@@ -17,8 +17,10 @@ from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.tokenizer import BaseTokenizer
 
 from elastic_train.config import EnvironmentProblem
+from elastic_train.events import read_all
 from elastic_train.replica.data.documents import Documents
 from elastic_train.replica.data.loader import ElasticDataLoader, PositionTable, ShardPosition
+from elastic_train.replica.data.sample_log import SampleLog, sample_files, sample_hash
 
 SHARDS = 8
 FIRST = ord("A")
@@ -457,3 +459,29 @@ def test_retirements_that_cannot_be(dataset: list[str], slots: list[int], messag
 
     assert mine.retired == {2}
     assert mine.positions() == reached
+
+
+def test_every_sample_that_is_drawn_is_logged(dataset: list[str], tmp_path: Path) -> None:
+    loader = make(dp_rank=1, dp_world_size=2, replica=1, replicas=2)
+    log = SampleLog(tmp_path, replica=1, incarnation=4, reader=loader.reader)
+    batches = iter(loader)
+    next(batches)
+    begin = loader.positions()
+    loader.log_to(log)
+    drawn = [next(batches) for _ in range(3)]
+    loader.restore(begin)
+    drawn += [next(batches) for _ in range(3)]
+    log.close()
+
+    (file,) = sample_files(tmp_path)
+    lines = read_all(file)
+    assert file.name == "reader_3.jsonl"
+    assert {(line["replica"], line["incarnation"], line["reader"]) for line in lines} == {(1, 4, 3)}
+    assert [line["hash"] for line in lines] == [
+        sample_hash(({"input": row}, label))
+        for inputs, labels in drawn
+        for row, label in zip(inputs["input"], labels, strict=True)
+    ]
+    # Shards 3 and 7 by turns, and the same again after the restore.
+    places = [(line["shard"], line["index"]) for line in lines]
+    assert places == [(3, 1), (7, 1), (3, 2), (7, 2), (3, 3), (7, 3)] * 2

@@ -117,11 +117,14 @@ def test_a_lease_lasts_until_its_joiner_is_done_or_asks_again() -> None:
     leases.give((5, 0), [(0, 0), (1, 0)], now=0.0)
     leases.give((6, 0), [(1, 0)], now=0.0)
     assert leases.load(nobody_is_dead, now=1.0) == {(0, 0): 1, (1, 0): 2}
+    # One that helps those that it has already.
     leases.give((5, 0), [(2, 0)], now=1.0)
-    assert leases.load(nobody_is_dead, now=1.0) == {(1, 0): 1, (2, 0): 1}
+    assert leases.load(nobody_is_dead, now=1.0) == {(0, 0): 1, (1, 0): 2, (2, 0): 1}
+    leases.end((5, 0))
+    assert leases.load(nobody_is_dead, now=1.0) == {(1, 0): 1}
     leases.end((6, 0))
     leases.end((6, 0))
-    assert leases.load(nobody_is_dead, now=1.0) == {(2, 0): 1}
+    assert leases.load(nobody_is_dead, now=1.0) == {}
 
 
 def test_a_lease_ends_with_either_side() -> None:
@@ -135,9 +138,7 @@ def test_a_lease_ends_with_either_side() -> None:
 def test_a_joiner_that_says_nothing_is_forgotten() -> None:
     leases = Leases()
     leases.give((5, 0), [(0, 0)], now=0.0)
-    leases.give((6, 0), [(0, 0)], now=0.0)
-    leases.heard((5, 0), now=LEASE_S - 1)
-    leases.heard((7, 0), now=LEASE_S - 1)
+    leases.give((6, 0), [(0, 0)], now=1.0)
     assert leases.load(nobody_is_dead, now=LEASE_S) == {(0, 0): 1}
     assert leases.load(nobody_is_dead, now=2 * LEASE_S) == {}
 

@@ -19,7 +19,7 @@ from elastic_train.replica.durable.folder import (
 
 
 def facts(step: int, *, whole: bool = True) -> Facts:
-    return Facts(step=step, outer_step=step // 10, state_hash="00ff", whole=whole)
+    return Facts(step=step, outer_step=step // 10, state_hash="00ff", whole=whole, origin={"model.flavor": "tiny"})
 
 
 def write(folder: Path, step: int, *, slot: int = 0, text: str = "tensors", keep: int = 0, whole: bool = True) -> Path:
@@ -51,6 +51,22 @@ def test_the_newest_are_kept(keep: int, left: list[str], tmp_path: Path) -> None
         write(tmp_path, step, keep=keep)
 
     assert names(tmp_path) == left
+
+
+def test_one_that_holds_the_parameters_alone_does_not_count_as_kept(tmp_path: Path) -> None:
+    for step in (70, 80):
+        write(tmp_path, step)
+    write(tmp_path, 90, keep=1, whole=False)
+
+    assert names(tmp_path) == ["step-80", "step-90"]
+
+
+def test_one_whose_manifest_is_damaged_does_not_count_as_kept(tmp_path: Path) -> None:
+    write(tmp_path, 70)
+    (write(tmp_path, 80) / MANIFEST).write_text("{")
+    write(tmp_path, 90, keep=2)
+
+    assert names(tmp_path) == ["step-70", "step-80", "step-90"]
 
 
 def test_of_two_of_the_same_step_the_first_stays(tmp_path: Path) -> None:

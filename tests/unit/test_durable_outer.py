@@ -1,5 +1,7 @@
 """The outer state by parameter and flat: one is the other, in any number of fragments."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -8,7 +10,9 @@ from elastic_train.replica.titan import fixes  # noqa: F401  # isort: skip  (mus
 
 from elastic_train.diloco.flat import flatten
 from elastic_train.diloco.fragments import split
+from elastic_train.replica.durable.content import OuterContent
 from elastic_train.replica.durable.outer import by_parameter, into_flat, like_parameters
+from elastic_train.replica.outer.elastic import _fill
 
 
 class Model(nn.Module):
@@ -53,3 +57,19 @@ def test_names_are_those_of_a_checkpoint_and_numbers_are_float32() -> None:
 
     assert sorted(named) == ["bias", "weight"]
     assert {tensor.dtype for tensor in named.values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_who_goes_on_from_an_anchor_starts_at_it(fragments: int) -> None:
+    source, target = Model(), Model()
+    anchor = by_parameter([source], fragments, flats(source, fragments))
+    momentum = {name: torch.full_like(tensor, 2.0) for name, tensor in anchor.items()}
+    filled = flatten(split([target], fragments), device=torch.device("cpu"), pin_memory=False)
+
+    trainer = SimpleNamespace(model_parts=[target])
+    _fill(filled, trainer, OuterContent(momentum=momentum, anchor=anchor))  # type: ignore[arg-type]
+
+    assert all(torch.equal(p, anchor[name]) for name, p in target.named_parameters())
+    wanted = flats(source, fragments)
+    assert all(torch.equal(f.committed.anchor, wanted[str(index)]) for index, f in enumerate(filled))
+    assert all(bool((f.committed.momentum == 2.0).all()) for f in filled)

@@ -1,5 +1,6 @@
 """Durable snapshots of a replica of one rank; everything is real but the trainer that holds it together."""
 
+import contextlib
 import errno
 import threading
 from collections.abc import Callable, Iterator
@@ -17,15 +18,18 @@ from elastic_train.replica.titan import fixes  # noqa: F401  # isort: skip  (mus
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
 
-from elastic_train.config import ConfigError, DilocoConfig
+from elastic_train.config import ConfigError, DilocoConfig, RunConfig
 from elastic_train.diloco.control import ControlGroup
 from elastic_train.replica.data.position import PositionTable, ShardPosition
 from elastic_train.replica.durable import writer as writing
 from elastic_train.replica.durable.content import parameters, read, whole_state
 from elastic_train.replica.durable.folder import DurableSnapshot, Facts, newest_sound, staging_folder
 from elastic_train.replica.durable.writer import NotWritten, SnapshotWriter
+from elastic_train.replica import trainer as training
 from elastic_train.replica.titan.lr import lr_step
+from elastic_train.replica.trainer import ElasticTrainer
 from tests.groups import group_of_one
+from tests.programs import running
 
 SHARDS = 3
 NUMEL = 8
@@ -77,7 +81,8 @@ class Replica(SimpleNamespace):
     def train(self, steps: int) -> None:
         for _ in range(steps):
             self.optimizers.zero_grad()
-            self.model_parts[0](torch.ones(1, 3)).square().sum().backward()
+            linear = self.model_parts[0]
+            linear(torch.ones(1, 3, dtype=linear.weight.dtype)).square().sum().backward()
             self.optimizers.step()
             self.lr_schedulers.step()
             self.step += 1
@@ -86,7 +91,7 @@ class Replica(SimpleNamespace):
 
     @property
     def facts(self) -> Facts:
-        return Facts(step=self.step, outer_step=self.step, state_hash="00ff", whole=True)
+        return Facts(step=self.step, outer_step=self.step, state_hash="00ff", whole=True, origin={})
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -95,9 +100,9 @@ def group() -> Iterator[None]:
         yield
 
 
-def make(seed: int = 0, *, width: int = 2, **diloco: Any) -> Any:
+def make(seed: int = 0, *, width: int = 2, dtype: torch.dtype = torch.float32, **diloco: Any) -> Any:
     torch.manual_seed(seed)
-    parts: list[nn.Module] = [nn.Linear(3, width)]
+    parts: list[nn.Module] = [nn.Linear(3, width, dtype=dtype)]
     optimizers: OptimizersContainer = OptimizersContainer.Config(
         implementation="for-loop",
         param_groups=[ParamGroupConfig(pattern=".*", optimizer_name="AdamW", optimizer_kwargs={"lr": 0.1})],
@@ -124,6 +129,7 @@ class Told:
             slot=1,
             incarnation=2,
             keep=keep,
+            device=torch.device("cpu"),
             control=ControlGroup(END_S),
             on_saved=lambda snapshot, duration_s: self.saved.append(snapshot),
             on_failed=self.failed.append,
@@ -162,9 +168,12 @@ def test_a_run_goes_on_from_it_as_if_never_interrupted(tmp_path: Path) -> None:
     assert same(before, after)
 
 
-@pytest.mark.parametrize("diloco", [{"overlap_steps": 1}, {"fragments": 1, "overlap_steps": 2, "merge_alpha": 0.5}])
-def test_the_anchor_is_there_where_the_parameters_are_something_else(diloco: dict[str, Any], tmp_path: Path) -> None:
-    before, after = make(seed=0, **diloco), make(seed=1)
+@pytest.mark.parametrize(
+    "settings",
+    [{"overlap_steps": 1}, {"fragments": 1, "overlap_steps": 2, "merge_alpha": 0.5}, {"dtype": torch.bfloat16}],
+)
+def test_the_anchor_is_there_where_the_parameters_are_something_else(settings: dict[str, Any], tmp_path: Path) -> None:
+    before, after = make(seed=0, **settings), make(seed=1, dtype=settings.get("dtype", torch.float32))
     before.train(1)
 
     outer = read(after, Told(tmp_path).write(before))
@@ -258,9 +267,97 @@ def test_what_earlier_incarnations_left_half_written_is_cleared_away(tmp_path: P
     for slot, incarnation in ((1, 0), (1, 2), (2, 0)):
         (staging_folder(tmp_path, slot, incarnation) / "part").mkdir(parents=True)
 
-    Told(tmp_path).write(make())
+    told = Told(tmp_path)
 
+    assert names(tmp_path) == [staging_folder(tmp_path, 2, 0).name]
+    told.write(make())
     assert names(tmp_path) == [staging_folder(tmp_path, 2, 0).name, "step-0"]
+
+
+RANK = """
+import sys
+from pathlib import Path
+from elastic_train.replica.titan import fixes
+import torch
+import torch.distributed as dist
+from elastic_train.diloco.control import ControlGroup
+from elastic_train.replica.durable import writer as writing
+from elastic_train.replica.durable.folder import Facts
+
+rank, folder = int(sys.argv[1]), Path(sys.argv[2])
+dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 2), rank=rank, world_size=2)
+told = []
+writer = writing.SnapshotWriter(
+    folder / "ckpt", slot=0, incarnation=0, keep=0, device=torch.device("cpu"), control=ControlGroup(60.0),
+    on_saved=lambda snapshot, duration_s: told.append(snapshot.path.name), on_failed=told.append,
+)
+
+def denied(*args, **kwargs):
+    raise OSError("denied")
+
+facts = Facts(step=1, outer_step=1, state_hash="", whole=True, origin={})
+for name, failing in (("clear_stagings", 0), ("finish", 0), ("dcp", 1), (None, None)):
+    sound = getattr(writing, name) if name else None
+    if rank == failing:
+        setattr(writing, name, denied)
+    writer.start({"numbers": torch.full((3,), float(rank))}, facts)
+    try:
+        writer.wait()
+        print("written", flush=True)
+    except writing.NotWritten as error:
+        print(error, flush=True)
+    if name:
+        setattr(writing, name, sound)
+print(told, flush=True)
+"""
+
+
+def test_ranks_fail_together_and_write_the_next_one(tmp_path: Path) -> None:
+    with running(RANK, 0, tmp_path) as leader, running(RANK, 1, tmp_path) as other:
+        led, followed = (process.communicate(timeout=END_S)[0].splitlines() for process in (leader, other))
+
+    assert [("denied" in line, "another rank failed" in line) for line in led] == []
+    assert followed == []
+
+
+class Saving(SimpleNamespace):
+    """What writing a snapshot sees of a trainer."""
+
+    def __init__(self, **fields: Any) -> None:
+        self.notes: list[str] = []
+        self.started: list[Any] = []
+        super().__init__(
+            step=7,
+            outer_step=3,
+            run_config=RunConfig(),
+            beacon=SimpleNamespace(during=lambda phase: contextlib.nullcontext()),
+            engine=SimpleNamespace(anchor_hash=lambda gather: "00ff"),
+            control=ControlGroup(END_S),
+            journal=SimpleNamespace(note=self.notes.append),
+            _gathered=None,
+            _copied=lambda model_as: ElasticTrainer._copied(self, model_as),  # type: ignore[arg-type]
+            _writer=SimpleNamespace(
+                join=lambda: None, wait=lambda: None, start=lambda state, facts: self.started.append(facts)
+            ),
+            **fields,
+        )
+
+
+def no_memory(*args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+
+def test_without_memory_for_a_copy_the_replica_trains_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer: Any = Saving()
+    with monkeypatch.context() as patched:
+        patched.setattr(training, "whole_state", no_memory)
+        patched.setattr(training, "parameters", no_memory)
+        ElasticTrainer.save(trainer, last=False)
+        with pytest.raises(NotWritten, match="could not copy its state"):
+            ElasticTrainer.save(trainer, last=True)
+
+    assert (len(trainer.notes), trainer.started) == (2, [])
+    assert "no snapshot of step 7: a rank could not copy its state" in trainer.notes[0]
 
 
 def test_the_last_of_a_run_is_the_model_alone_in_the_type_that_was_asked_for(tmp_path: Path) -> None:

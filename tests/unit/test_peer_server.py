@@ -18,7 +18,7 @@ from elastic_train.peer_ckpt.layout import LENGTH_BYTES, Layout
 from elastic_train.peer_ckpt.manifest import CHECKSUM_BYTES
 from elastic_train.peer_ckpt.server import PeerServer
 from elastic_train.peer_ckpt.snapshot import Snapshot
-from tests.meddler import Liar
+from tests.liar import Liar
 
 TOKEN = "0123456789abcdef"
 TIMEOUT_S = 30.0

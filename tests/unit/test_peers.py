@@ -253,15 +253,17 @@ def test_without_the_registrys_word_the_peers_are_asked(world: World, away: bool
     assert peers.offer(0, [0, 1]) == Offer(outer_step=7, state_hash=7, donors=((1, 0),))
 
 
-def test_who_has_failed_is_asked_again_only_if_there_is_nobody_else(world: World) -> None:
-    for slot in (0, 1):
+@pytest.mark.parametrize("told", [True, False])
+def test_after_a_failure_donors_are_offered_one_at_a_time(world: World, told: bool) -> None:
+    for slot in (0, 1, 3):
         world.add(slot, 7).state_hash = 7
+        if told:
+            world.directory.held(slot, 0, outer_step=7, state_hash=7, host=HOST)
     peers = world.peers()
 
-    assert peers.offer(0, None, {(0, 0)}) == Offer(outer_step=7, state_hash=7, donors=((1, 0),))
-    again = peers.offer(0, None, {(0, 0), (1, 0)})
-    assert again is not None
-    assert set(again.donors) == {(0, 0), (1, 0)}
+    assert peers.offer(0, None, {(3, 0)}) == Offer(outer_step=7, state_hash=7, donors=((0, 0),))
+    assert peers.offer(0, None, {(0, 0), (3, 0)}) == Offer(outer_step=7, state_hash=7, donors=((1, 0),))
+    assert peers.offer(0, None, {(0, 0), (1, 0), (3, 0)}) is None
 
 
 # -- fetching ----------------------------------------------------------------------------------------------------------

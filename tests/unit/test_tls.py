@@ -183,3 +183,9 @@ def test_a_server_with_bad_files_does_not_start(member: Tls, tmp_path: Path) -> 
     bad = Tls(certificate=member.certificate, key=tmp_path / "none", authority=member.authority)
     with pytest.raises(ValueError, match="none cannot be read"):
         TokenServer("127.0.0.1", 0, TOKEN, echo, tls=bad)
+
+
+def test_certificates_that_would_not_do_are_found_at_the_start(member: Tls, stranger: Tls) -> None:
+    member.check()
+    with pytest.raises(TlsProblem, match=r"stranger\.pem is no certificate that .*run\.pem lets in"):
+        stranger.check()

@@ -12,7 +12,8 @@ from elastic_train.peer_ckpt.client import Donor, Fetched, PeerClient, TransferF
 from elastic_train.peer_ckpt.layout import Layout
 from elastic_train.peer_ckpt.server import PeerServer
 from elastic_train.peer_ckpt.snapshot import Snapshot
-from tests.meddler import Act, Liar, Meddler
+from scripts.meddler import Act, Meddler
+from tests.liar import Liar
 
 TOKEN = "0123456789abcdef"
 TIMEOUT_S = 30.0
@@ -66,7 +67,7 @@ class World:
 
     def meddled(self, donor: Donor, act: Act, after: int) -> tuple[Donor, Meddler]:
         """The same donor as seen through a bad network."""
-        meddler = Meddler(donor.address, act, after)
+        meddler = Meddler([donor.address], act, after)
         self.meddlers.append(meddler)
         return Donor(slot=donor.slot, incarnation=0, address=meddler.address), meddler
 

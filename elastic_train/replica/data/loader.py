@@ -22,6 +22,7 @@ from elastic_train.config import EnvironmentProblem
 from elastic_train.replica.data.documents import open_documents
 from elastic_train.replica.data.ownership import owners
 from elastic_train.replica.data.position import PositionTable, ShardPosition
+from elastic_train.replica.data.sample_log import SampleLog
 from elastic_train.replica.data.sources import DataError, find_source
 from elastic_train.replica.data.stream import Sample, ShardStream
 
@@ -93,8 +94,14 @@ class ElasticDataLoader(BaseDataLoader):
         if not self._owned:
             raise self._nothing_to_read()
         self._streams: dict[int, ShardStream] = {}
+        self._log: SampleLog | None = None
         self._committed = PositionTable.start(config.virtual_shards)
         self.restore(self._committed)
+
+    @property
+    def reader(self) -> int:
+        """The number of this reader among those of all replicas."""
+        return self._reader
 
     @property
     def committed(self) -> PositionTable:
@@ -155,6 +162,10 @@ class ElasticDataLoader(BaseDataLoader):
         self._owned = owned
         self._retired = retired
 
+    def log_to(self, log: SampleLog) -> None:
+        """Write down every sample that is drawn from now on."""
+        self._log = log
+
     def state_dict(self) -> dict[str, Any]:
         return {"positions": self.positions().rows}
 
@@ -187,6 +198,8 @@ class ElasticDataLoader(BaseDataLoader):
             stream = self._stream(shard)
             sample = stream.draw()
             if sample is not None:
+                if self._log is not None:
+                    self._log.add(shard, self._own[shard].samples, sample)
                 self._own[shard] = stream.position
                 return sample
             self._unfinished.remove(shard)

@@ -9,12 +9,13 @@ ranks gets shards of its own.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torchtitan.components.checkpoint import DATALOADER, LR_SCHEDULER, OPTIMIZER, TRAIN_STATE, ModelWrapper
 
@@ -58,7 +59,7 @@ def whole_state(trainer: ElasticTrainer) -> dict[str, Any]:
     if diloco.engine == "elastic":
         parts, engine = trainer.model_parts, trainer.engine
         state[OUTER_MOMENTUM] = by_parameter(parts, diloco.fragments, engine.momentum())
-        if diloco.fragments > 1 or diloco.overlap_steps:
+        if diloco.fragments > 1 or diloco.overlap_steps or _are_rounded(parts):
             # Else the parameters are the anchor right after a commit.
             state[OUTER_ANCHOR] = by_parameter(parts, diloco.fragments, engine.anchor())
     return state
@@ -128,6 +129,11 @@ def what_failed(error: BaseException) -> str:
         error = next(iter(error.failures.values()))[0]
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else ''}"
+
+
+def _are_rounded(model_parts: Sequence[nn.Module]) -> bool:
+    """Whether parameters are less exact than the anchor."""
+    return any(parameter.dtype != torch.float32 for part in model_parts for parameter in part.parameters())
 
 
 def _holds(snapshot: DurableSnapshot, section: str) -> bool:

@@ -11,7 +11,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +41,8 @@ class Facts:
     """Of the outer state over all ranks of the replica that wrote it, as in ``sync_committed``."""
     whole: bool
     """Whether a run can go on from it; else it holds the parameters alone."""
+    origin: Mapping[str, Any]
+    """Keys of the config of the run that wrote it, without which the numbers mean nothing (``origin``)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +68,7 @@ def finish(staging: Path, facts: Facts, *, keep: int) -> DurableSnapshot:
     """List what lies in ``staging``, and put it in its place beside it. One of the same step that is there stays.
 
     Args:
-        keep: how many snapshots stay, the newest; 0: all.
+        keep: how many snapshots that a run can go on from stay, the newest; 0: all.
 
     Raises:
         OSError: the disk is full, or fails.
@@ -87,8 +89,7 @@ def finish(staging: Path, facts: Facts, *, keep: int) -> DurableSnapshot:
         shutil.rmtree(staging)
     _sync(target.parent)
     if keep:
-        for path in _snapshots(target.parent)[keep:]:
-            shutil.rmtree(path, ignore_errors=True)
+        _prune(target.parent, keep)
     return DurableSnapshot(path=target, facts=facts)
 
 
@@ -98,15 +99,7 @@ def check(path: Path) -> DurableSnapshot:
     Raises:
         Damaged: something of it is missing or differs from what was written.
     """
-    try:
-        content = json.loads((path / MANIFEST).read_text())
-        if content.pop("checksum") != _checksum_of(content):
-            raise Damaged(f"{path / MANIFEST} is not as it was written")
-        facts, files = Facts(**content["facts"]), content["files"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        if isinstance(error, Damaged):
-            raise
-        raise Damaged(f"{path / MANIFEST} cannot be read: {error}") from error
+    facts, files = _manifest(path)
     for name, wanted in files.items():
         try:
             # Far sooner seen than a wrong checksum.
@@ -128,6 +121,15 @@ def check(path: Path) -> DurableSnapshot:
 def newest_sound(folder: Path) -> tuple[DurableSnapshot | None, list[str]]:
     """The newest snapshot below ``folder`` that a run can go on from, and why newer ones were passed over."""
     passed: list[str] = []
+    return next(sound(folder, passed), None), passed
+
+
+def sound(folder: Path, passed: list[str]) -> Iterator[DurableSnapshot]:
+    """The snapshots below ``folder`` that a run can go on from, the newest first; each is read when its turn comes.
+
+    Args:
+        passed: why others were passed over is added to it.
+    """
     for path in _snapshots(folder):
         try:
             found = check(path)
@@ -135,9 +137,42 @@ def newest_sound(folder: Path) -> tuple[DurableSnapshot | None, list[str]]:
             passed.append(f"the snapshot {path.name} was passed over: {damaged}")
             continue
         if found.facts.whole:
-            return found, passed
-        passed.append(f"the snapshot {path.name} was passed over: it holds the parameters alone")
-    return None, passed
+            yield found
+        else:
+            passed.append(f"the snapshot {path.name} was passed over: it holds the parameters alone")
+
+
+def _prune(folder: Path, keep: int) -> None:
+    """Remove what is older than the newest ``keep`` snapshots that a run can go on from."""
+    for path in _snapshots(folder):
+        if keep <= 0:
+            shutil.rmtree(path, ignore_errors=True)
+        elif _is_whole(path):
+            keep -= 1
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        return _manifest(path)[0].whole
+    except Damaged:
+        return False
+
+
+def _manifest(path: Path) -> tuple[Facts, dict[str, dict[str, Any]]]:
+    """What a snapshot says of itself, and of its files.
+
+    Raises:
+        Damaged: it does not, or not as it was written.
+    """
+    try:
+        content = json.loads((path / MANIFEST).read_text())
+        if content.pop("checksum") != _checksum_of(content):
+            raise Damaged(f"{path / MANIFEST} is not as it was written")
+        return Facts(**content["facts"]), content["files"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, Damaged):
+            raise
+        raise Damaged(f"{path / MANIFEST} cannot be read: {error}") from error
 
 
 def _snapshots(folder: Path) -> list[Path]:

@@ -33,10 +33,11 @@ def into_flat(model_parts: Sequence[nn.Module], fragments: int, named: Mapping[s
         part.copy_(local(named[name]).reshape(-1))
 
 
-@torch.no_grad()
 def like_parameters(model_parts: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
-    """Float32 host tensors like the parameters, with their values."""
-    return {name: p.detach().to("cpu", torch.float32, copy=True) for name, p in _named(model_parts)}
+    """Float32 host tensors of the parameters' shapes and shardings, to be filled."""
+    return {
+        name: torch.empty_like(p.detach(), dtype=torch.float32, device="cpu") for name, p in _named(model_parts)
+    }
 
 
 def _named(model_parts: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:

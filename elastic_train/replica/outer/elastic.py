@@ -127,3 +127,6 @@ def _fill(fragments: Sequence[FlatFragment], trainer: ElasticTrainer, outer: Out
     into_flat(parts, len(fragments), outer.momentum, {str(i): f.committed.momentum for i, f in enumerate(fragments)})
     if outer.anchor is not None:
         into_flat(parts, len(fragments), outer.anchor, {str(i): f.committed.anchor for i, f in enumerate(fragments)})
+        for fragment in fragments:
+            # What the parameters held beyond the anchor is read again: the positions in the data do not count it.
+            fragment.write_parameters()
