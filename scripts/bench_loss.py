@@ -12,7 +12,7 @@ from typing import Any
 import click
 from rich.table import Table
 
-from elastic_train.config import FaultSpec
+from elastic_train.config import FaultSpec, RunConfig
 from elastic_train.events import Record, read_all
 from scripts.command_line import CONTEXT, FAILED, FLAGS, JSON, PASSED, main, show_table
 from scripts.fault_plan import FaultPlan
@@ -31,6 +31,9 @@ ARMS: Mapping[str, tuple[str, ...]] = {
     KILLS: (),
 }
 """Further flags of each arm; ``kills`` has faults instead."""
+
+
+_SHOWN = ("held_out", "held_out_change_pct", "loss", "change_pct", "bytes", "failures")
 
 
 @click.command(context_settings=CONTEXT)
@@ -68,13 +71,15 @@ def bench_loss(
     as_json: bool,
     flags: tuple[str, ...],
 ) -> int:
-    """Runs the same training once for each arm, and compares the final loss: the mean over all replicas and the last
-    steps. In the arm "kills" a rank of the replicas in turn is killed with SIGKILL every --kill_every steps.
+    """Runs the same training once for each arm, and compares the final loss: that of the last state on data that no run
+    has seen, the same for all, and the training loss, which is the mean over all replicas and the last steps. Training
+    losses are of each replica's own parameters on its own data: with overlap a replica keeps part of what it learned by
+    itself, and one that has just returned begins from the average. In the arm "kills" a rank of the replicas in turn is killed with SIGKILL every --kill_every steps.
 
     FLAGS are further flags of `elastic-train run`, for all arms alike.
 
-    With --json the last line has for each arm: loss, change_pct (against the arm none), bytes a sync (mean), wall_s,
-    failures; and failed (why a run is not to be trusted). Exit code 0: measured; 1: a run failed.
+    With --json the last line has for each arm: held_out and loss, held_out_change_pct and change_pct (against the arm
+    none), bytes a sync (mean), wall_s, failures; and failed (why a run is not to be trusted). Exit code 0: measured; 1: a run failed.
     """
     chosen = dict.fromkeys([PLAIN, *arms.split(",")])
     if unknown := chosen.keys() - ARMS.keys():
@@ -90,6 +95,7 @@ def bench_loss(
         outcome = run_under(FaultPlan(steps=steps, faults=faults), target, folder / arm, seed=seed)
         failed += [f"{arm}: {reason}" for reason in outcome.reasons]
         results[arm] = {
+            "held_out": _held_out(target.resolved, folder / arm),
             **final_figures(read_all(folder / arm / "metrics.jsonl"), read_all(folder / arm / "events.jsonl"), last),
             "wall_s": outcome.wall_s,
             "failures": len(faults),
@@ -104,6 +110,14 @@ def bench_loss(
     return FAILED if failed else PASSED
 
 
+def _held_out(config: RunConfig, run_dir: Path) -> float | None:
+    """Loss of the last state of a run; None if it left none."""
+    from scripts.held_out import held_out_loss
+
+    states = sorted(run_dir.glob(f"{config.checkpoint.folder}/step-*"), key=lambda path: int(path.name[5:]))
+    return round(held_out_loss(config, states[-1]), 5) if states else None
+
+
 def final_figures(metrics: Sequence[Record], events: Sequence[Record], last: int) -> dict[str, Any]:
     """Mean loss of the last nominal steps over all replicas, and the mean bytes of a sync; None if there are none."""
     end = max((record["step"] for record in metrics), default=0)
@@ -116,11 +130,13 @@ def final_figures(metrics: Sequence[Record], events: Sequence[Record], last: int
 
 
 def compare(results: Mapping[str, dict[str, Any]]) -> None:
-    """Add to each arm by how many percent its loss is above that of the first."""
-    reference = next(iter(results.values()))["loss"]
-    for figures in results.values():
-        known = figures["loss"] is not None and reference is not None
-        figures["change_pct"] = round(100 * (figures["loss"] / reference - 1), 3) if known else None
+    """Add to each arm by how many percent its losses are above those of the first."""
+    first = next(iter(results.values()))
+    for loss, change in (("held_out", "held_out_change_pct"), ("loss", "change_pct")):
+        reference = first[loss]
+        for figures in results.values():
+            known = figures[loss] is not None and reference is not None
+            figures[change] = round(100 * (figures[loss] / reference - 1), 3) if known else None
 
 
 def kills(replicas: int, ranks: int, steps: int, every: int) -> tuple[FaultSpec, ...]:
@@ -135,10 +151,10 @@ def _show(figures: Mapping[str, Any]) -> None:
     table = Table(
         title=f"After {figures['steps']} steps, a sync every {figures['sync_every']} ({figures['note']})", box=None
     )
-    for name in ("", "loss", "change", "bytes a sync", "failures"):
+    for name in ("", "held-out loss", "change %", "training loss", "change %", "bytes a sync", "failures"):
         table.add_column(name, justify="right" if name else "left")
     for arm, row in figures["arms"].items():
-        table.add_row(arm, *(str(row[key]) for key in ("loss", "change_pct", "bytes", "failures")))
+        table.add_row(arm, *(str(row[key]) for key in _SHOWN))
     show_table(table)
     for reason in figures["failed"]:
         click.echo(f"not to be trusted: {reason}")

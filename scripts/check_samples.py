@@ -291,9 +291,7 @@ def _of_the_same_multiset(one: SampledRun, other: SampledRun) -> Iterator[str]:
             max(one.first[shard], other.first[shard]),
             min(one.committed[shard], other.committed[shard]),
         )
-        first, second = (
-            Counter(of[shard, index] for index in both if (shard, index) in of) for of in (mine, theirs)
-        )
+        first, second = (Counter(of[shard, index] for index in both if (shard, index) in of) for of in (mine, theirs))
         if first != second:
             apart = ((first - second) + (second - first)).total()
             yield f"shard {shard}: among the first {both.stop} samples {apart} are in one run alone"

@@ -54,7 +54,8 @@ class Middle:
 
     def close(self) -> None:
         self._cut()
-        for thread in list(self._threads):
+        # One that is still starting others adds them behind itself.
+        for thread in self._threads:
             thread.join()
         for connection in (*self._sockets, *self._listeners):
             connection.close()

@@ -44,6 +44,12 @@ UNSUPPORTED: dict[str, Unsupported] = {
                 ("prefetch_factor", None),
             )
         ),
+        Unsupported(
+            "validation.dataloader.log_samples",
+            False,
+            "an evaluation reads the same data again and again, on purpose",
+            "validation.enable",
+        ),
         Unsupported("parallelism.disable_loss_parallel", False, "torchtitan no longer has it"),
         Unsupported("parallelism.context_parallel_rotate_method", "allgather", "torchtitan no longer has another"),
         Unsupported("parallelism.expert_parallel_degree", 1, _NO_EXPERTS),

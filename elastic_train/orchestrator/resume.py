@@ -38,14 +38,13 @@ def find_snapshot(config: RunConfig, run_dir: Path) -> tuple[DurableSnapshot, li
         if start == facts.step:
             return snapshot, passed
         # The end of training.steps may have cut its last interval short; the one before is then of a whole interval.
-        misplaced.append(
-            f"{snapshot.path} is of step {facts.step} after {facts.outer_step} outer steps, which are {start} steps here"
-        )
-        passed.append(f"the snapshot {snapshot.path.name} was passed over: {misplaced[-1]}")
+        place = f"is of step {facts.step} after {facts.outer_step} outer steps, which are {start} steps here"
+        passed.append(f"the snapshot {snapshot.path.name} was passed over: it {place}")
+        misplaced.append(f"the snapshot {snapshot.path} {place}")
     if misplaced:
         raise ConfigError(
-            f"the snapshot {misplaced[0]}, and no older one fits: diloco.sync_every and diloco.fragments must stay what "
-            "they were, and no run goes on with more training.steps from an interval that their end cut short"
+            f"{misplaced[0]}, and no older one fits: diloco.sync_every and diloco.fragments must stay what they were, "
+            "and no run goes on with more training.steps from an interval that their end cut short"
         )
     why = f" ({'; '.join(passed)})" if passed else ""
     raise EnvironmentProblem(

@@ -2,6 +2,9 @@
 
 The checksums follow the layout one by one, as they are computed: to read through a large section takes seconds, and
 meanwhile its first parts can be fetched. Layout and parts alone, one behind the other, are a safetensors file.
+
+Behind the layout, and behind each checksum, stands a checksum of itself. A header that arrived damaged would otherwise
+be taken over, and a damaged checksum held against all other donors.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from elastic_train.peer_ckpt.request import Answer
 from elastic_train.peer_ckpt.snapshot import Retired, Snapshot
 
 CHECKSUM_BYTES = 8
+_ENTRY_BYTES = 2 * CHECKSUM_BYTES
 
 
 def checksum(pieces: Iterable[memoryview]) -> int:
@@ -55,9 +59,19 @@ class Checksums:
             return self._known[part]
 
 
+def sealed(content: bytes) -> bytes:
+    """With its own checksum behind it."""
+    return content + _encoded(checksum([memoryview(content)]))
+
+
+def encode_checksum(value: int) -> bytes:
+    """That of a part, as it stands in a manifest."""
+    return sealed(_encoded(value))
+
+
 def size_of(head: bytes, layout: Layout) -> int:
-    """Bytes of a manifest that begins with ``head``, the encoded layout."""
-    return len(head) + CHECKSUM_BYTES * layout.count
+    """Bytes of a manifest that begins with ``head``, the encoded and sealed layout."""
+    return len(head) + _ENTRY_BYTES * layout.count
 
 
 def read_layout(answer: Answer) -> Layout:
@@ -67,17 +81,29 @@ def read_layout(answer: Answer) -> Layout:
         LayoutError: it is none.
         OSError: it does not arrive.
     """
-    length = int.from_bytes(answer.read(LENGTH_BYTES), "little")
+    head = answer.read(LENGTH_BYTES)
+    length = int.from_bytes(head, "little")
     if length > min(HEADER_LIMIT, answer.length):
         raise LayoutError(f"a header of {length} bytes")
-    layout = Layout.decode(answer.read(length))
+    text = answer.read(length)
+    if answer.read(CHECKSUM_BYTES) != sealed(head + text)[-CHECKSUM_BYTES:]:
+        raise LayoutError("its layout arrived damaged")
+    layout = Layout.decode(text)
     # Before anything is made for its parts: their number is only a claim.
-    if answer.length != CHECKSUM_BYTES * layout.count:
+    if answer.length != _ENTRY_BYTES * layout.count:
         raise LayoutError(f"it describes {layout.count} parts and has {answer.length} bytes of checksums")
     return layout
 
 
 def read_checksums(answer: Answer, layout: Layout) -> Iterator[tuple[Part, int]]:
-    """The second half, as it arrives. Raises OSError if it does not."""
+    """The second half, as it arrives. Raises OSError if it does not, and LayoutError if it is damaged."""
     for part in layout.parts():
-        yield part, int.from_bytes(answer.read(CHECKSUM_BYTES), "big")
+        entry = answer.read(_ENTRY_BYTES)
+        value = int.from_bytes(entry[:CHECKSUM_BYTES], "big")
+        if entry != encode_checksum(value):
+            raise LayoutError("its checksums arrived damaged")
+        yield part, value
+
+
+def _encoded(value: int) -> bytes:
+    return value.to_bytes(CHECKSUM_BYTES, "big")

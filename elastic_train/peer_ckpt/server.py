@@ -11,7 +11,7 @@ from http import HTTPStatus
 from typing import Any
 
 from elastic_train.peer_ckpt.layout import Layout
-from elastic_train.peer_ckpt.manifest import CHECKSUM_BYTES, Checksums, size_of
+from elastic_train.peer_ckpt.manifest import Checksums, encode_checksum, sealed, size_of
 from elastic_train.peer_ckpt.parts import PART_BYTES, Part, part_bytes_of, views
 from elastic_train.peer_ckpt.service import BadRequest, Exchange, TokenServer
 from elastic_train.peer_ckpt.snapshot import Retired, Snapshot
@@ -155,17 +155,16 @@ class PeerServer:
             self._remember(snapshot, joiner)
         size = sum(tensor.nbytes for section in sections for tensor in snapshot.sections[section].values())
         layout = Layout.of(snapshot, sections, part_bytes_of(size, self._part_bytes))
-        head = layout.encode()
+        head = sealed(layout.encode())
         # What is retired meanwhile leaves the answer too short, which is how the peer learns of it.
         with self._sending_to(joiner), suppress(Retired):
             exchange.begin(size_of(head, layout), _BYTES)
             exchange.send(memoryview(head))
             for part in layout.parts():
-                value = checksums.of(part, exchange.cut_off)
-                exchange.send(memoryview(value.to_bytes(CHECKSUM_BYTES, "big")))
+                exchange.send(memoryview(encode_checksum(checksums.of(part, exchange.cut_off))))
 
     def _send_empty_manifest(self, exchange: Exchange, outer_step: int) -> None:
-        head = Layout(header={"outer_step": outer_step}, sections=(), places=()).encode()
+        head = sealed(Layout(header={"outer_step": outer_step}, sections=(), places=()).encode())
         exchange.begin(len(head), _BYTES)
         exchange.send(memoryview(head))
 

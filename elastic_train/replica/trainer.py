@@ -32,6 +32,7 @@ from elastic_train.diloco.schedule import OuterSchedule
 from elastic_train.events import EventWriter, LineFile
 from elastic_train.peer_ckpt.shards import local
 from elastic_train.replica.data.loader import DataError
+from elastic_train.replica.data.sample_log import SampleLog
 from elastic_train.replica.durable.content import OuterContent, parameters, read, whole_state
 from elastic_train.replica.durable.folder import DurableSnapshot, Facts
 from elastic_train.replica.durable.origin import origin_of
@@ -97,6 +98,15 @@ class ElasticTrainer(Trainer):
         batch_ranks = [row[0] for row in self.control.gather([batch_rank])]
         # Ranks that share a batch (tensor, context, pipeline parallel) read the same; one of them counts.
         self._reads_data = batch_ranks.index(batch_rank) == self.rank
+        if config.training.dataloader.log_samples and self._reads_data:
+            self.dataloader.log_to(
+                SampleLog(
+                    incarnation.run_dir,
+                    replica=incarnation.slot,
+                    incarnation=incarnation.number,
+                    reader=self.dataloader.reader,
+                )
+            )
         self._data_ranks = len(set(batch_ranks)) * self.parallel_dims.cp
         self._tokens_trained = 0
         self._first_step_done = False

@@ -1,4 +1,4 @@
-"""A run goes on where another ended, with other replicas and ranks, from the newest snapshot that is sound."""
+"""Ranks write snapshots together, and a run goes on from the newest that is sound, with other replicas and ranks."""
 
 from pathlib import Path
 
@@ -9,6 +9,7 @@ from elastic_train.events import Record
 from elastic_train.observe.invariants import violations
 from scripts.launched_run import LaunchedRun
 from tests.process.conftest import Launch
+from tests.programs import running
 
 END_S = 200
 STEPS = 24
@@ -81,3 +82,53 @@ def test_a_run_goes_on_with_other_replicas_and_ranks(launch: Launch) -> None:
     assert int((at_end - at_first).sum()) == (STEPS - resumed_at) * 2 * BATCH
     assert optimizer_steps == STEPS
     assert all(found == [] for found in violations(second.events()).values())
+
+
+RANK = """
+import sys
+from pathlib import Path
+from elastic_train.replica.titan import fixes
+import torch
+import torch.distributed as dist
+from elastic_train.diloco.control import ControlGroup
+from elastic_train.replica.durable import writer as writing
+from elastic_train.replica.durable.folder import Facts
+
+rank, folder = int(sys.argv[1]), Path(sys.argv[2])
+dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 2), rank=rank, world_size=2)
+told = []
+writer = writing.SnapshotWriter(
+    folder / "ckpt", slot=0, incarnation=0, keep=0, device=torch.device("cpu"), control=ControlGroup(60.0),
+    on_saved=lambda snapshot, duration_s: told.append(snapshot.path.name), on_failed=told.append,
+)
+
+def denied(*args, **kwargs):
+    raise OSError("denied")
+
+facts = Facts(step=1, outer_step=1, state_hash="", whole=True, origin={})
+writes = [(writing, "clear_stagings", 0), (writing.dcp.FileSystemWriter, "write_data", 1), (writing, "finish", 0)]
+for place, name, failing in writes:
+    sound = getattr(place, name)
+    if rank == failing:
+        setattr(place, name, denied)
+    writer.start({"numbers": torch.full((3,), float(rank))}, facts)
+    try:
+        writer.wait()
+    except writing.NotWritten as error:
+        print(error, flush=True)
+    setattr(place, name, sound)
+writer.start({"numbers": torch.full((3,), float(rank))}, facts)
+writer.wait()
+print(told, flush=True)
+"""
+
+
+def test_ranks_fail_together_and_write_the_next_one(tmp_path: Path) -> None:
+    with running(RANK, 0, tmp_path) as leader, running(RANK, 1, tmp_path) as other:
+        led, followed = (process.communicate(timeout=END_S)[0].splitlines() for process in (leader, other))
+
+    own = "the snapshot could not be written: OSError: denied"
+    others = "the snapshot could not be written: NotWritten: another rank failed; its log says why"
+    note = "the snapshot of step 1 could not be written: OSError: denied"
+    assert led == [own, own, own, str([note, note, note, "step-1"])]
+    assert followed == [others, own, others, "[]"]

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -11,19 +12,19 @@ from tests.process.conftest import Launch
 
 END_S = 200
 FLAGS = [
-    *("--training.steps", "400", "--diloco.sync_every", "5", "--debug.min_step_s", "0.05"),
+    *("--training.steps", "300", "--diloco.sync_every", "5", "--debug.min_step_s", "0.05"),
     *("--training.dataloader.log_samples", "true", "--checkpoint.last_save_model_only", "false"),
 ]
 
 
-def checked(run: LaunchedRun) -> tuple[int, dict]:
+def checked(run: LaunchedRun) -> tuple[int, dict[str, Any]]:
     command = [sys.executable, "-m", "scripts.check_samples", str(run.run_dir)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout, done.stderr
     return done.returncode, json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.timeout(END_S + 60)
+@pytest.mark.timeout(2 * END_S)
 def test_every_sample_counts_once_whoever_is_killed(launch: Launch) -> None:
     run = launch("llama3_tiny.toml", *FLAGS, "--faults.at", '["0.0@8:kill", "1.0@12:kill"]')
     # So that somebody has the state when the last one is killed.
@@ -36,8 +37,8 @@ def test_every_sample_counts_once_whoever_is_killed(launch: Launch) -> None:
     code, found = checked(run)
     assert (code, found["failed"]) == (0, [])
     (figures,) = found["runs"]
-    assert figures["outer_step"] == 80
-    assert figures["samples"] > 400
+    assert figures["outer_step"] == 60
+    assert figures["samples"] > 300
     # What died with the replicas was read again.
     assert figures["drawn_again"] > 0
 

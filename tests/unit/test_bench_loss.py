@@ -17,11 +17,16 @@ def test_the_final_loss_is_the_mean_of_the_last_steps_of_all_replicas() -> None:
 
 
 def test_arms_are_compared_with_the_first() -> None:
-    results: dict[str, dict[str, Any]] = {"none": {"loss": 4.0}, "int8": {"loss": 4.04}, "int4": {"loss": None}}
+    results: dict[str, dict[str, Any]] = {
+        "none": {"loss": 4.0, "held_out": 5.0},
+        "int8": {"loss": 4.04, "held_out": 4.9},
+        "int4": {"loss": None, "held_out": None},
+    }
 
     compare(results)
 
     assert [row["change_pct"] for row in results.values()] == [0.0, 1.0, None]
+    assert [row["held_out_change_pct"] for row in results.values()] == [0.0, -2.0, None]
 
 
 def test_kills_go_round_and_leave_time_to_come_back() -> None:

@@ -4,8 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from elastic_train.config import ConfigError
 from elastic_train.events import Record
@@ -91,15 +89,12 @@ def test_what_was_drawn_and_not_committed_does_not_matter() -> None:
     assert faults(replace(SOUND, draws=more)) == []
 
 
-@given(at=st.integers(0, len(SOUND.draws) - 1))
+@pytest.mark.parametrize("at", range(len(SOUND.draws)))
 def test_a_sample_that_is_dropped(at: int) -> None:
-    left = [*SOUND.draws[:at], *SOUND.draws[at + 1 :]]
-    found = faults(replace(SOUND, draws=left))
-
     lost = SOUND.draws[at]
-    assert (found == []) == (lost == draw(1, 2)) or "trained on" in found[-1]
-    if left.count(lost) == 0 and (lost["shard"], lost["index"]) != (1, 2):
-        assert any("was never drawn" in fault for fault in found) or "trained on" in found[-1]
+    found = faults(replace(SOUND, draws=[*SOUND.draws[:at], *SOUND.draws[at + 1 :]]))
+    # Only that which died with its reader, and was drawn again, is not missed.
+    assert (found == []) == (lost == draw(1, 2))
 
 
 def test_a_committed_sample_that_nobody_drew() -> None:
@@ -131,9 +126,7 @@ def test_a_line_that_is_doubled() -> None:
 
 def test_a_sample_that_is_another_when_it_is_drawn_again() -> None:
     changed = [draw(1, 2, 1, text="other") if record == draw(1, 2, 1) else record for record in SOUND.draws]
-    assert faults(replace(SOUND, draws=changed)) == [
-        "shard 1: sample 2 was not the same each time it was drawn"
-    ]
+    assert faults(replace(SOUND, draws=changed)) == ["shard 1: sample 2 was not the same each time it was drawn"]
 
 
 def test_a_run_that_goes_on_from_another() -> None:
@@ -185,7 +178,9 @@ def test_a_replica_that_ends_in_a_commit() -> None:
 
     # It cannot have given more than it drew, nor less than nothing.
     most = "80 and at most 30 of which nothing is told"
-    assert faults(replace(run, first=[-2, 0]))[-1].endswith(f"holds 120 tokens, and the commits up to it took in {most}")
+    assert faults(replace(run, first=[-2, 0]))[-1].endswith(
+        f"holds 120 tokens, and the commits up to it took in {most}"
+    )
     assert len(faults(replace(run, committed=[5, 2]))) == 1
 
 
@@ -244,7 +239,7 @@ def test_a_line_that_a_killed_process_left_torn_is_passed_over(tmp_path: Path) -
 )
 def test_what_is_no_log_of_samples(tmp_path: Path, change: dict[str, Any]) -> None:
     path = written(tmp_path / "reader_0.jsonl", json.dumps({**draw(0, 0), **change}), "")
-    with pytest.raises(ConfigError, match="reader_0.jsonl is no log of samples of 2 virtual shards"):
+    with pytest.raises(ConfigError, match=r"reader_0\.jsonl is no log of samples of 2 virtual shards"):
         read_draws(path, 2)
 
 

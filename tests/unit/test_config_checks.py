@@ -342,6 +342,7 @@ ON = {
     "validation.dataloader.num_workers": "2",
     "validation.dataloader.persistent_workers": "true",
     "validation.dataloader.prefetch_factor": "2",
+    "validation.dataloader.log_samples": "true",
     "parallelism.disable_loss_parallel": "true",
     "parallelism.context_parallel_rotate_method": "alltoall",
     "parallelism.expert_parallel_degree": "2",

@@ -20,16 +20,15 @@ from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersCon
 
 from elastic_train.config import ConfigError, DilocoConfig, RunConfig
 from elastic_train.diloco.control import ControlGroup
+from elastic_train.replica import trainer as training
 from elastic_train.replica.data.position import PositionTable, ShardPosition
 from elastic_train.replica.durable import writer as writing
 from elastic_train.replica.durable.content import parameters, read, whole_state
 from elastic_train.replica.durable.folder import DurableSnapshot, Facts, newest_sound, staging_folder
 from elastic_train.replica.durable.writer import NotWritten, SnapshotWriter
-from elastic_train.replica import trainer as training
 from elastic_train.replica.titan.lr import lr_step
 from elastic_train.replica.trainer import ElasticTrainer
 from tests.groups import group_of_one
-from tests.programs import running
 
 SHARDS = 3
 NUMEL = 8
@@ -272,52 +271,6 @@ def test_what_earlier_incarnations_left_half_written_is_cleared_away(tmp_path: P
     assert names(tmp_path) == [staging_folder(tmp_path, 2, 0).name]
     told.write(make())
     assert names(tmp_path) == [staging_folder(tmp_path, 2, 0).name, "step-0"]
-
-
-RANK = """
-import sys
-from pathlib import Path
-from elastic_train.replica.titan import fixes
-import torch
-import torch.distributed as dist
-from elastic_train.diloco.control import ControlGroup
-from elastic_train.replica.durable import writer as writing
-from elastic_train.replica.durable.folder import Facts
-
-rank, folder = int(sys.argv[1]), Path(sys.argv[2])
-dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 2), rank=rank, world_size=2)
-told = []
-writer = writing.SnapshotWriter(
-    folder / "ckpt", slot=0, incarnation=0, keep=0, device=torch.device("cpu"), control=ControlGroup(60.0),
-    on_saved=lambda snapshot, duration_s: told.append(snapshot.path.name), on_failed=told.append,
-)
-
-def denied(*args, **kwargs):
-    raise OSError("denied")
-
-facts = Facts(step=1, outer_step=1, state_hash="", whole=True, origin={})
-for name, failing in (("clear_stagings", 0), ("finish", 0), ("dcp", 1), (None, None)):
-    sound = getattr(writing, name) if name else None
-    if rank == failing:
-        setattr(writing, name, denied)
-    writer.start({"numbers": torch.full((3,), float(rank))}, facts)
-    try:
-        writer.wait()
-        print("written", flush=True)
-    except writing.NotWritten as error:
-        print(error, flush=True)
-    if name:
-        setattr(writing, name, sound)
-print(told, flush=True)
-"""
-
-
-def test_ranks_fail_together_and_write_the_next_one(tmp_path: Path) -> None:
-    with running(RANK, 0, tmp_path) as leader, running(RANK, 1, tmp_path) as other:
-        led, followed = (process.communicate(timeout=END_S)[0].splitlines() for process in (leader, other))
-
-    assert [("denied" in line, "another rank failed" in line) for line in led] == []
-    assert followed == []
 
 
 class Saving(SimpleNamespace):

@@ -67,7 +67,7 @@ def test_without_one_it_says_what_to_do(tmp_path: Path) -> None:
     ("other", "words"),
     [
         (config(steps=40), "is of step 40 and training.steps is 40: raise training.steps"),
-        (config(sync_every=10), "40 after 2 outer steps, which are 20 steps here: diloco.sync_every and"),
+        (config(sync_every=10), "2 outer steps, which are 20 steps here, and no older one fits: diloco.sync_every and"),
         (config(engine="torchft"), '--resume needs diloco.engine = "elastic", not "torchft"'),
     ],
 )
@@ -86,7 +86,7 @@ def test_where_training_steps_cut_the_last_interval_short_the_one_before_is_take
 
     assert snapshot.path == before
     assert len(passed) == 1
-    assert "step-100 is of step 100 after 4 outer steps, which are 120 steps here" in passed[0]
+    assert "step-100 was passed over: it is of step 100 after 4 outer steps, which are 120 steps here" in passed[0]
 
 
 def test_if_no_older_one_fits_it_names_what_may_have_cut_it_short(tmp_path: Path) -> None:

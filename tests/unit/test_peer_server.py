@@ -15,7 +15,7 @@ from safetensors.torch import load
 
 from elastic_train.peer_ckpt.client import Donor, PeerClient
 from elastic_train.peer_ckpt.layout import LENGTH_BYTES, Layout
-from elastic_train.peer_ckpt.manifest import CHECKSUM_BYTES
+from elastic_train.peer_ckpt.manifest import CHECKSUM_BYTES, encode_checksum, sealed
 from elastic_train.peer_ckpt.server import PeerServer
 from elastic_train.peer_ckpt.snapshot import Snapshot
 from tests.liar import Liar
@@ -82,8 +82,12 @@ def manifest(address: str, query: str) -> tuple[Layout, list[int]]:
     status, body = get(address, f"/manifest?{query}")
     assert status == 200, body
     end = LENGTH_BYTES + int.from_bytes(body[:LENGTH_BYTES], "little")
-    rest = body[end:]
-    checksums = [int.from_bytes(rest[at : at + CHECKSUM_BYTES], "big") for at in range(0, len(rest), CHECKSUM_BYTES)]
+    assert body.startswith(sealed(body[:end]))
+    rest = body[end + CHECKSUM_BYTES :]
+    checksums = [
+        int.from_bytes(rest[at : at + CHECKSUM_BYTES], "big") for at in range(0, len(rest), 2 * CHECKSUM_BYTES)
+    ]
+    assert rest == b"".join(map(encode_checksum, checksums))
     return Layout.decode(body[LENGTH_BYTES:end]), checksums
 
 

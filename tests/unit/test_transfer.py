@@ -10,10 +10,13 @@ import torch
 
 from elastic_train.peer_ckpt.client import Donor, Fetched, PeerClient, TransferFailed, Unwanted
 from elastic_train.peer_ckpt.layout import Layout
+from elastic_train.peer_ckpt.manifest import encode_checksum, sealed
 from elastic_train.peer_ckpt.server import PeerServer
 from elastic_train.peer_ckpt.snapshot import Snapshot
+from elastic_train.peer_ckpt.transfer import Transfer
 from scripts.meddler import Act, Meddler
 from tests.liar import Liar
+from tests.waiting import wait_until
 
 TOKEN = "0123456789abcdef"
 TIMEOUT_S = 30.0
@@ -180,10 +183,25 @@ def test_a_donor_that_dies_is_replaced_by_another(world: World, after: int, is_p
     assert fetched.primary == good or is_primary
 
 
+def test_the_last_donor_is_replaced_at_whatever_moment_it_dies(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    bad, meddler = world.meddled(world.replica(0), Act.STALL, 0)
+    good = world.replica(1)
+    find_primary = Transfer._find_primary
+
+    def behind_its_death(transfer: Transfer) -> None:
+        if len(transfer._links) == 1:
+            meddler.close()
+            wait_until(lambda: not transfer._living())
+        find_primary(transfer)
+
+    monkeypatch.setattr(Transfer, "_find_primary", behind_its_death)
+    assert is_whole(fetch([bad], replace=lambda lost: [good]))
+
+
 @pytest.mark.parametrize("after", [0, 20_000, INNER_BYTES // 2])
 def test_a_donor_that_falls_silent_is_replaced_by_another(world: World, after: int) -> None:
     bad, _ = world.meddled(world.replica(0), Act.STALL, after)
-    fetched = fetch([bad, world.replica(1)], idle_s=0.4)
+    fetched = fetch([bad, world.replica(1)], idle_s=2.0)
     assert is_whole(fetched)
 
 
@@ -238,6 +256,15 @@ def test_damage_without_another_donor_is_a_failure_that_says_so(world: World) ->
     bad, _ = world.meddled(world.replica(3), Act.FLIP, 30_000)
     with pytest.raises(TransferFailed, match=r"no donor is left: replica 3: .* arrived damaged"):
         fetch([bad])
+
+
+@pytest.mark.parametrize("after", [70, 110, 200, 300, 350, 400, 500])
+@pytest.mark.parametrize("section", ["inner", "outer"])
+def test_a_manifest_that_arrives_damaged_does_not_count(world: World, after: int, section: str) -> None:
+    bad, meddler = world.meddled(world.replica(0), Act.MISLEAD, after)
+    fetched = fetch([bad], [section], replace=lambda lost: [world.replica(1)])
+    assert meddler.acted.is_set()
+    assert is_whole(fetched)
 
 
 @pytest.mark.parametrize("section", ["inner", "outer"])
@@ -303,7 +330,7 @@ def test_a_donor_that_is_not_there_yet_is_waited_for(world: World) -> None:
 
 def test_a_donor_that_stays_behind_is_given_up(world: World) -> None:
     with pytest.raises(TransferFailed, match=r"outer step 12 is not published yet|timed out") as failure:
-        fetch([world.replica(0, STEP - 1)], idle_s=0.4)
+        fetch([world.replica(0, STEP - 1)], idle_s=2.0)
     assert not isinstance(failure.value, Unwanted)
 
 
@@ -430,7 +457,7 @@ def answered(body: bytes, length: int | None = None) -> bytes:
 
 
 def described(header: dict[str, Any], sections: list[str], tensor: torch.Tensor) -> bytes:
-    return Layout.of(Snapshot(header, {section: {"w": tensor} for section in sections}), sections).encode()
+    return sealed(Layout.of(Snapshot(header, {section: {"w": tensor} for section in sections}), sections).encode())
 
 
 WHOLE = described({"outer_step": STEP}, ["outer"], torch.ones(4))
@@ -443,13 +470,15 @@ WHOLE = described({"outer_step": STEP}, ["outer"], torch.ones(4))
         (b"nonsense\r\n\r\n", "nonsense"),
         (answered(b""), "too early"),
         (answered((1 << 62).to_bytes(8, "little") + bytes(100)), "a header of"),
-        (answered((8).to_bytes(8, "little") + b"[1, 2]  "), "cannot be understood"),
+        (answered(sealed((8).to_bytes(8, "little") + b"[1, 2]  ")), "cannot be understood"),
+        (answered(WHOLE[:-1] + bytes(17)), "its layout arrived damaged"),
         (answered(WHOLE + bytes(7)), "describes 1 parts and has 7 bytes"),
-        (answered(WHOLE + bytes(16)), "describes 1 parts and has 16 bytes"),
-        (answered(WHOLE, len(WHOLE) + 8), "replica 0"),
-        (answered(described({"outer_step": STEP}, ["inner"], torch.ones(4)) + bytes(8)), "has the sections inner"),
-        (answered(described({}, ["outer"], torch.ones(4)) + bytes(8)), "it has outer step None"),
-        (answered(WHOLE + bytes(8)), "the part has"),
+        (answered(WHOLE + bytes(24)), "describes 1 parts and has 24 bytes"),
+        (answered(WHOLE, len(WHOLE) + 16), "replica 0"),
+        (answered(described({"outer_step": STEP}, ["inner"], torch.ones(4)) + bytes(16)), "has the sections inner"),
+        (answered(described({}, ["outer"], torch.ones(4)) + bytes(16)), "it has outer step None"),
+        (answered(WHOLE + bytes(16)), "its checksums arrived damaged"),
+        (answered(WHOLE + encode_checksum(0)), "the part has"),
     ],
 )
 def test_an_answer_that_is_no_snapshot_is_a_failed_transfer(answer: bytes, words: str) -> None:

@@ -15,7 +15,7 @@ from scripts.command_line import FAILED, PASSED
 from scripts.meddler import Act, Meddler
 from scripts.stress import stress
 from scripts.transfer_plan import INNER, OUTER, TROUBLES, Ending, Held, Plan, draw, judge
-from scripts.transfer_scene import Account, Scene, make_section
+from scripts.transfer_scene import Scene, make_section
 from scripts.transfer_trials import Trial, Trials, repeat, sum_up
 from tests.liar import Liar
 
@@ -212,4 +212,3 @@ def test_a_trial_in_real_processes(trouble: str) -> None:
     assert account.reasons == ()
     assert account.endings.keys() == {0, 1}
     assert account.endings[1].primary == 1
-    assert isinstance(account, Account)

@@ -49,6 +49,6 @@ def sample_files(run_dir: Path) -> list[Path]:
 def sample_hash(sample: Sample) -> str:
     """16 hexadecimal digits: xxh3 of the tokens that go in and of those that should come out."""
     inputs, labels = sample
-    digest = xxhash.xxh3_64(inputs["input"].numpy())
-    digest.update(labels.numpy())
+    digest = xxhash.xxh3_64(inputs["input"].numpy().data)
+    digest.update(labels.numpy().data)
     return digest.hexdigest()

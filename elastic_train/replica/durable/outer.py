@@ -35,9 +35,7 @@ def into_flat(model_parts: Sequence[nn.Module], fragments: int, named: Mapping[s
 
 def like_parameters(model_parts: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
     """Float32 host tensors of the parameters' shapes and shardings, to be filled."""
-    return {
-        name: torch.empty_like(p.detach(), dtype=torch.float32, device="cpu") for name, p in _named(model_parts)
-    }
+    return {name: torch.empty_like(p.detach(), dtype=torch.float32, device="cpu") for name, p in _named(model_parts)}
 
 
 def _named(model_parts: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
