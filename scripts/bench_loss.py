@@ -74,12 +74,15 @@ def bench_loss(
     """Runs the same training once for each arm, and compares the final loss: that of the last state on data that no run
     has seen, the same for all, and the training loss, which is the mean over all replicas and the last steps. Training
     losses are of each replica's own parameters on its own data: with overlap a replica keeps part of what it learned by
-    itself, and one that has just returned begins from the average. In the arm "kills" a rank of the replicas in turn is killed with SIGKILL every --kill_every steps.
+    itself, and one that has just returned begins from the average.
+
+    In the arm "kills" a rank of the replicas in turn is killed with SIGKILL every --kill_every steps.
 
     FLAGS are further flags of `elastic-train run`, for all arms alike.
 
     With --json the last line has for each arm: held_out and loss, held_out_change_pct and change_pct (against the arm
-    none), bytes a sync (mean), wall_s, failures; and failed (why a run is not to be trusted). Exit code 0: measured; 1: a run failed.
+    none), bytes a sync (mean), wall_s, failures; and failed (why a run is not to be trusted). Exit code 0: measured;
+    1: a run failed.
     """
     chosen = dict.fromkeys([PLAIN, *arms.split(",")])
     if unknown := chosen.keys() - ARMS.keys():

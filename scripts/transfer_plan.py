@@ -31,7 +31,7 @@ _MOST = 3
 _LEAST_MIB, _MOST_MIB = 8, 64
 _FRACTIONS = (0.1, 0.5, 0.9)
 _ON_THE_WAY = ("flip", "mislead")
-_IN_MANIFESTS = 8000
+_IN_MANIFESTS = 6000
 """Bytes: no more than two manifests have."""
 MIB = 1 << 20
 

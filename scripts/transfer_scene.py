@@ -21,7 +21,6 @@ from urllib.parse import urlsplit
 import torch
 
 from elastic_train.peer_ckpt.client import Donor, PeerClient, TransferFailed
-from elastic_train.peer_ckpt.parts import PART_BYTES
 from elastic_train.peer_ckpt.server import PeerServer
 from elastic_train.peer_ckpt.shards import hash_tensors
 from elastic_train.peer_ckpt.snapshot import Snapshot
@@ -34,8 +33,6 @@ _SECTIONS = (INNER, OUTER)
 _TENSORS = 48
 """Of each section."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.int64)
-_SMALL_PARTS = 64 << 10
-"""Bytes: so that checksums make up half of a manifest."""
 _TIMEOUT_S = 60.0
 _IDLE_S = 6.0
 """Above what a sound donor may be silent for on a crowded machine."""
@@ -226,8 +223,7 @@ class _Giver:
         self._later = [
             Snapshot(self._header(OUTER_STEP + number, slot), _filled(state, number)) for number in range(1, count + 1)
         ]
-        part_bytes = _SMALL_PARTS if plan.trouble == "mislead" else PART_BYTES
-        self._server = PeerServer(_HOST, token, lambda attempt, dead: {}, part_bytes=part_bytes)
+        self._server = PeerServer(_HOST, token, lambda attempt, dead: {})
         self._server.publish(self._snapshot)
 
     @property

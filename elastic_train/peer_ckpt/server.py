@@ -6,12 +6,14 @@ import re
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from http import HTTPStatus
 from typing import Any
 
+import xxhash
+
 from elastic_train.peer_ckpt.layout import Layout
-from elastic_train.peer_ckpt.manifest import Checksums, encode_checksum, sealed, size_of
+from elastic_train.peer_ckpt.manifest import CHECKSUM_BYTES, encode_manifest
 from elastic_train.peer_ckpt.parts import PART_BYTES, Part, part_bytes_of, views
 from elastic_train.peer_ckpt.service import BadRequest, Exchange, TokenServer
 from elastic_train.peer_ckpt.snapshot import Retired, Snapshot
@@ -29,14 +31,16 @@ _NUMBER = re.compile(r"[0-9]{1,18}")
 _JOINER = re.compile(r"[0-9]{1,9}\.[0-9]{1,9}")
 _REMEMBERED = 64
 _BYTES = "application/octet-stream"
+_PIECE = 1 << 20
+"""Bytes: still in the processor's cache when they are sent, after their checksum was computed."""
 
 
 class PeerServer:
     """Serves in threads beside the training. Peers ask for
 
     ``/status?attempt=&dead=1,2``: how this rank stands;
-    ``/manifest?outer_step=&sections=a,b&wait_ms=&for=``: what those sections hold, and the checksums of their parts;
-    ``/part?outer_step=&section=&start=&stop=&for=``: the bytes of a part;
+    ``/manifest?outer_step=&sections=a,b&wait_ms=&for=``: what those sections hold;
+    ``/part?outer_step=&section=&start=&stop=&for=``: the bytes of a part, and their checksum;
     ``/taken?outer_step=&for=``: nothing; they say that they have the state and that it is sound.
 
     Without ``outer_step`` the newest is meant; ``wait_ms`` says how long it may be waited for; ``for`` is the joiner,
@@ -74,7 +78,7 @@ class PeerServer:
         self._keep = keep
         self._part_bytes = part_bytes
         self._changed = threading.Condition()
-        self._shown: list[tuple[Snapshot, Checksums]] = []
+        self._shown: list[Snapshot] = []
         self._begun: OrderedDict[tuple[int, str], Mapping[str, Any]] = OrderedDict()
         self._taking: Counter[str] = Counter()
         self._closed = False
@@ -103,11 +107,11 @@ class PeerServer:
         with self._changed:
             # A rank that goes on from an earlier state has left the later ones behind.
             older = [
-                (shown, checksums)
-                for shown, checksums in self._shown
+                shown
+                for shown in self._shown
                 if _outer_step(shown) < outer_step and not all(map(shown.is_retired, shown.sections))
             ]
-            self._shown = [*older, (snapshot, Checksums(snapshot))][-self._keep :]
+            self._shown = [*older, snapshot][-self._keep :]
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -146,27 +150,22 @@ class PeerServer:
             return
         if (wanted := _number(exchange, "outer_step", max(shown))) not in shown:
             # Who asks learns what there is instead.
-            self._send_empty_manifest(exchange, max(shown))
+            self._send_layout(exchange, Layout(header={"outer_step": max(shown)}, sections=(), places=()))
             return
-        snapshot, checksums = shown[wanted]
+        snapshot = shown[wanted]
         if not _may_be_read(exchange, snapshot, sections):
             return
         if joiner:
             self._remember(snapshot, joiner)
         size = sum(tensor.nbytes for section in sections for tensor in snapshot.sections[section].values())
         layout = Layout.of(snapshot, sections, part_bytes_of(size, self._part_bytes))
-        head = sealed(layout.encode())
-        # What is retired meanwhile leaves the answer too short, which is how the peer learns of it.
-        with self._sending_to(joiner), suppress(Retired):
-            exchange.begin(size_of(head, layout), _BYTES)
-            exchange.send(memoryview(head))
-            for part in layout.parts():
-                exchange.send(memoryview(encode_checksum(checksums.of(part, exchange.cut_off))))
+        with self._sending_to(joiner):
+            self._send_layout(exchange, layout)
 
-    def _send_empty_manifest(self, exchange: Exchange, outer_step: int) -> None:
-        head = sealed(Layout(header={"outer_step": outer_step}, sections=(), places=()).encode())
-        exchange.begin(len(head), _BYTES)
-        exchange.send(memoryview(head))
+    def _send_layout(self, exchange: Exchange, layout: Layout) -> None:
+        manifest = encode_manifest(layout)
+        exchange.begin(len(manifest), _BYTES)
+        exchange.send(memoryview(manifest))
 
     def _send_part(self, exchange: Exchange) -> None:
         joiner = _joiner(exchange)
@@ -178,16 +177,21 @@ class PeerServer:
         if (wanted := _number(exchange, "outer_step", max(shown))) not in shown:
             exchange.refuse(HTTPStatus.GONE, f"outer step {wanted} is not kept any more")
             return
-        snapshot, _ = shown[wanted]
+        snapshot = shown[wanted]
         if not _may_be_read(exchange, snapshot, [section]):
             return
         if not part.start < part.stop <= sum(tensor.nbytes for tensor in snapshot.sections[section].values()):
             raise BadRequest(f"{section} has no bytes {part.start} to {part.stop}")
         try:
             with self._sending_to(joiner), snapshot.reading(section, exchange.cut_off) as tensors:
-                exchange.begin(part.size, _BYTES)
-                for piece in views(list(tensors.values()), part):
-                    exchange.send(piece)
+                exchange.begin(part.size + CHECKSUM_BYTES, _BYTES)
+                digest = xxhash.xxh3_64()
+                for view in views(list(tensors.values()), part):
+                    for start in range(0, len(view), _PIECE):
+                        piece = view[start : start + _PIECE]
+                        digest.update(piece)
+                        exchange.send(piece)
+                exchange.send(memoryview(digest.digest()))
         except Retired:
             exchange.refuse(HTTPStatus.GONE, f"being written anew: {section}")
 
@@ -201,13 +205,13 @@ class PeerServer:
         self._on_served(header, joiner)
         exchange.answer({})
 
-    def _await(self, exchange: Exchange) -> dict[int, tuple[Snapshot, Checksums]] | None:
+    def _await(self, exchange: Exchange) -> dict[int, Snapshot] | None:
         """What is published once the outer step that is asked for can be; None: it is not, which was answered."""
         wanted = _number(exchange, "outer_step", 0)
         wait_s = min(_number(exchange, "wait_ms", 0) / 1000, _WAIT_S)
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._newest() >= wanted, wait_s)
-            shown = {_outer_step(snapshot): (snapshot, checksums) for snapshot, checksums in self._shown}
+            shown = {_outer_step(snapshot): snapshot for snapshot in self._shown}
         if not shown:
             exchange.refuse(HTTPStatus.SERVICE_UNAVAILABLE, "nothing is published yet")
             return None
@@ -217,7 +221,7 @@ class PeerServer:
         return shown
 
     def _newest(self) -> int:
-        return _outer_step(self._shown[-1][0]) if self._shown else -1
+        return _outer_step(self._shown[-1]) if self._shown else -1
 
     def _remember(self, snapshot: Snapshot, joiner: str) -> None:
         """Who takes a state says so only when it is in place; by then the snapshot may be a thing of the past."""

@@ -60,7 +60,9 @@ class Tls:
             except ssl.SSLWantReadError:
                 continue
             except ssl.SSLError as error:
-                raise TlsProblem(f"{self.certificate} is no certificate that {self.authority} lets in: {error}") from error
+                raise TlsProblem(
+                    f"{self.certificate} is no certificate that {self.authority} lets in: {error}"
+                ) from error
 
     def _context(self, protocol: ssl._SSLMethod) -> ssl.SSLContext:
         context = ssl.SSLContext(protocol)

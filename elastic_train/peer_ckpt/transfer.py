@@ -3,7 +3,7 @@
 Sections that are the same on all donors are fetched from all of them, part by part; the others come from one donor,
 the primary. Who fails is left out from then on: its unfinished parts go to the others, and only if it was the primary,
 what it alone has begins anew with the next one. Every part goes straight to its place in the new tensors, and counts
-once its checksum is that of the manifest.
+once it has the checksum that its donor sent behind it.
 
 One thread, the caller's, decides: it takes layouts up, allots the work and looks for other donors. The threads of a
 donor read, check and report; they let go of the new tensors before their work is given to anybody else.
@@ -23,7 +23,7 @@ import torch
 import xxhash
 
 from elastic_train.peer_ckpt.layout import Layout, LayoutError
-from elastic_train.peer_ckpt.manifest import read_checksums, read_layout
+from elastic_train.peer_ckpt.manifest import CHECKSUM_BYTES, read_manifest
 from elastic_train.peer_ckpt.parts import Part, views
 from elastic_train.peer_ckpt.request import Connection, RequestFailed
 from elastic_train.peer_ckpt.snapshot import Snapshot
@@ -90,7 +90,6 @@ class _Work:
         self.sections = tuple(sections)
         self.layout: Layout | None = None
         self.tensors: dict[str, dict[str, torch.Tensor]] = {}
-        self.checksums: dict[Part, int] = {}
         self.settled: Counter[_Link] = Counter()
         """Bytes whose checksums were right, by who sent them."""
         self.missing: deque[Part] = deque()
@@ -115,7 +114,6 @@ class _Work:
                 self.tensors[place.section][place.name] = tensor
         self.layout = layout
         self.missing = deque(layout.parts())
-        self.checksums.clear()
         self.settled.clear()
 
 
@@ -348,10 +346,10 @@ class Transfer:
     # What the threads of the donors do.
 
     def _describe(self, link: _Link, work: _Work, connection: Connection) -> None:
-        """Read a manifest: the layout, and then checksums while parts are fetched already."""
+        """Read a manifest."""
         target = self._target("manifest", sections=",".join(work.sections), wait_ms=self._wait_ms)
         with connection.request(target, deadline=self._deadline) as answer:
-            layout = read_layout(answer)
+            layout = read_manifest(answer)
             outer_step = layout.header.get("outer_step")
             if outer_step != self._want:
                 if type(outer_step) is int and outer_step > self._want:
@@ -359,17 +357,9 @@ class Transfer:
                 raise LayoutError(f"it has outer step {outer_step}, not {self._want}")
             if layout.sections != work.sections:
                 raise LayoutError(f"it has the sections {', '.join(map(str, layout.sections))}")
-            with self._changed:
-                link.offers[work] = layout
-                self._tell()
-                self._changed.wait_for(lambda: work in link.serves or self._is_over(link))
-                if self._is_over(link):
-                    return
-            for part, checksum in read_checksums(answer, layout):
-                with self._changed:
-                    if work.checksums.setdefault(part, checksum) != checksum:
-                        raise LayoutError(f"its {part.section} is not what another donor's is")
-                    self._changed.notify_all()
+        with self._changed:
+            link.offers[work] = layout
+            self._tell()
 
     def _haul(self, link: _Link, connection: Connection) -> None:
         """Fetch parts, as long as there are any that this donor can give."""
@@ -380,7 +370,7 @@ class Transfer:
                 digest = xxhash.xxh3_64()
                 target = self._target("part", section=part.section, start=part.start, stop=part.stop)
                 with connection.request(target, deadline=self._deadline) as answer:
-                    if answer.length != part.size:
+                    if answer.length != part.size + CHECKSUM_BYTES:
                         raise LayoutError(f"the part has {answer.length} bytes")
                     for view in views(list(work.tensors[part.section].values()), part):
                         for start in range(0, len(view), _PIECE):
@@ -388,12 +378,14 @@ class Transfer:
                             answer.read_into(piece)
                             digest.update(piece)
                             arrived += len(piece)
-                is_right = self._is_right(link, work, part, digest.intdigest())
+                    if answer.read(CHECKSUM_BYTES) != digest.digest():
+                        raise LayoutError(f"bytes {part.start} to {part.stop} of {part.section} arrived damaged")
+                is_right = True
             finally:
                 with self._changed:
                     link.arrived += arrived
                     work.in_flight -= 1
-                    if is_right:
+                    if is_right and not self._is_over(link):
                         work.settled[link] += part.size
                     else:
                         work.missing.appendleft(part)
@@ -412,20 +404,6 @@ class Transfer:
                         return work, work.missing.popleft()
                 self._changed.wait()
         return None
-
-    def _is_right(self, link: _Link, work: _Work, part: Part, checksum: int) -> bool:
-        """Whether the part may count; waits for its checksum. Not if the donor is lost before.
-
-        Raises:
-            LayoutError: it is not what the manifest says.
-        """
-        with self._changed:
-            self._changed.wait_for(lambda: part in work.checksums or self._is_over(link))
-            if part not in work.checksums:
-                return False
-            if work.checksums[part] != checksum:
-                raise LayoutError(f"bytes {part.start} to {part.stop} of {part.section} arrived damaged")
-        return True
 
     def _lose(self, link: _Link, reason: str) -> None:
         """Leave a donor out from now on, and cut off what its threads are doing."""

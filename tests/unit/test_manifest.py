@@ -1,57 +1,63 @@
+"""What stands before a transfer, and how it is told from what arrived damaged."""
+
+import io
+from typing import Any
+
 import pytest
 import torch
 import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
 
-from elastic_train.peer_ckpt.manifest import Checksums, checksum
-from elastic_train.peer_ckpt.parts import Part
-from elastic_train.peer_ckpt.snapshot import Retired, Snapshot
+from elastic_train.peer_ckpt.layout import Layout, LayoutError
+from elastic_train.peer_ckpt.manifest import encode_manifest, read_manifest
+from elastic_train.peer_ckpt.snapshot import Snapshot
 
-
-def never() -> None:
-    raise AssertionError("nothing was to be cut off")
-
-
-def part(start: int, stop: int) -> Part:
-    return Part(section="outer", start=start, stop=stop)
+LAYOUT = Layout.of(Snapshot({"outer_step": 4, "lr": [0.5]}, {"outer": {"w": torch.ones(3)}}), ["outer"])
+MANIFEST = encode_manifest(LAYOUT)
 
 
-def test_a_checksum_is_xxh3_of_the_bytes_in_their_order() -> None:
-    assert checksum([memoryview(b"ab"), memoryview(b"c")]) == xxhash.xxh3_64_intdigest(b"abc")
+class Received:
+    """An answer that is there already."""
+
+    def __init__(self, content: bytes) -> None:
+        self._content = io.BytesIO(content)
+        self.length = len(content)
+
+    def read(self, size: int) -> bytes:
+        if size > self.length:
+            raise ConnectionError("the answer ends too early")
+        self.length -= size
+        return self._content.read(size)
 
 
-def test_a_part_has_the_checksum_of_its_bytes() -> None:
-    memory = torch.arange(10, dtype=torch.uint8)
-    checksums = Checksums(Snapshot({}, {"outer": {"a": memory[:4].clone(), "b": memory[4:].clone()}}))
-    for start, stop in ((0, 3), (3, 10), (0, 10)):
-        assert checksums.of(part(start, stop), never) == xxhash.xxh3_64_intdigest(bytes(range(start, stop)))
+def read(content: bytes) -> Layout:
+    answer: Any = Received(content)
+    return read_manifest(answer)
 
 
-def test_each_is_computed_once() -> None:
-    memory = torch.zeros(8)
-    checksums = Checksums(Snapshot({}, {"outer": {"a": memory}}))
-    first = checksums.of(part(0, 32), never)
-    memory.fill_(1)
-    assert checksums.of(part(0, 32), never) == first
-    assert checksums.of(part(0, 31), never) != first
+def test_a_layout_arrives_as_it_was_sent() -> None:
+    assert read(MANIFEST) == LAYOUT
 
 
-def test_a_retired_section_has_none() -> None:
-    snapshot = Snapshot({}, {"outer": {"a": torch.zeros(8)}})
-    snapshot.retire("outer")
-    with pytest.raises(Retired):
-        Checksums(snapshot).of(part(0, 32), never)
+def test_it_is_a_safetensors_header_with_a_checksum_behind_it() -> None:
+    assert LAYOUT.encode() + xxhash.xxh3_64_digest(LAYOUT.encode()) == MANIFEST
 
 
-def test_what_was_read_while_the_section_was_retired_is_no_checksum(monkeypatch: pytest.MonkeyPatch) -> None:
-    snapshot = Snapshot({}, {"outer": {"a": torch.zeros(8)}})
-    checksums = Checksums(snapshot)
-    cut_off: list[None] = []
+@given(st.integers(0, 8 * len(MANIFEST) - 1))
+def test_one_flipped_bit_is_noticed(bit: int) -> None:
+    damaged = bytearray(MANIFEST)
+    damaged[bit // 8] ^= 1 << bit % 8
+    with pytest.raises(LayoutError):
+        read(bytes(damaged))
 
-    def retired_meanwhile(pieces: object) -> int:
-        snapshot.retire("outer")
-        return 7
 
-    monkeypatch.setattr("elastic_train.peer_ckpt.manifest.checksum", retired_meanwhile)
-    with pytest.raises(Retired):
-        checksums.of(part(0, 32), lambda: cut_off.append(None))
-    assert len(cut_off) == 1
+@pytest.mark.parametrize("content", [MANIFEST + b"1", MANIFEST[:-1], MANIFEST[:8], bytes(16)])
+def test_what_has_another_length_is_none(content: bytes) -> None:
+    with pytest.raises(LayoutError):
+        read(content)
+
+
+def test_what_ends_before_its_length_is_none() -> None:
+    with pytest.raises(OSError, match="too early"):
+        read(MANIFEST[:5])

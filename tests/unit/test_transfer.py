@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import xxhash
 
 from elastic_train.peer_ckpt.client import Donor, Fetched, PeerClient, TransferFailed, Unwanted
 from elastic_train.peer_ckpt.layout import Layout
-from elastic_train.peer_ckpt.manifest import encode_checksum, sealed
+from elastic_train.peer_ckpt.manifest import encode_manifest
 from elastic_train.peer_ckpt.server import PeerServer
 from elastic_train.peer_ckpt.snapshot import Snapshot
 from elastic_train.peer_ckpt.transfer import Transfer
@@ -258,7 +259,7 @@ def test_damage_without_another_donor_is_a_failure_that_says_so(world: World) ->
         fetch([bad])
 
 
-@pytest.mark.parametrize("after", [70, 110, 200, 300, 350, 400, 500])
+@pytest.mark.parametrize("after", [70, 110, 200, 300])
 @pytest.mark.parametrize("section", ["inner", "outer"])
 def test_a_manifest_that_arrives_damaged_does_not_count(world: World, after: int, section: str) -> None:
     bad, meddler = world.meddled(world.replica(0), Act.MISLEAD, after)
@@ -364,12 +365,6 @@ def test_a_donor_with_other_tensors_than_the_first_is_left_out(world: World) -> 
     assert odd_one_is_left_out(world, {name: tensor for name, tensor in outer().items() if name != "none"})
 
 
-def test_a_donor_whose_shared_state_differs_is_left_out(world: World) -> None:
-    other = outer()
-    other["b"][-1] += 1
-    assert odd_one_is_left_out(world, other)
-
-
 def test_several_joiners_are_served_at_once(world: World) -> None:
     donors = [world.replica(0), world.replica(1)]
     fetched: list[Fetched] = []
@@ -457,9 +452,10 @@ def answered(body: bytes, length: int | None = None) -> bytes:
 
 
 def described(header: dict[str, Any], sections: list[str], tensor: torch.Tensor) -> bytes:
-    return sealed(Layout.of(Snapshot(header, {section: {"w": tensor} for section in sections}), sections).encode())
+    return encode_manifest(Layout.of(Snapshot(header, {section: {"w": tensor} for section in sections}), sections))
 
 
+NO_LAYOUT = (8).to_bytes(8, "little") + b"[1, 2]  "
 WHOLE = described({"outer_step": STEP}, ["outer"], torch.ones(4))
 
 
@@ -470,15 +466,14 @@ WHOLE = described({"outer_step": STEP}, ["outer"], torch.ones(4))
         (b"nonsense\r\n\r\n", "nonsense"),
         (answered(b""), "too early"),
         (answered((1 << 62).to_bytes(8, "little") + bytes(100)), "a header of"),
-        (answered(sealed((8).to_bytes(8, "little") + b"[1, 2]  ")), "cannot be understood"),
-        (answered(WHOLE[:-1] + bytes(17)), "its layout arrived damaged"),
-        (answered(WHOLE + bytes(7)), "describes 1 parts and has 7 bytes"),
-        (answered(WHOLE + bytes(24)), "describes 1 parts and has 24 bytes"),
+        (answered(NO_LAYOUT + xxhash.xxh3_64_digest(NO_LAYOUT)), "cannot be understood"),
+        (answered(WHOLE[:-1] + bytes(1)), "its layout arrived damaged"),
+        (answered(WHOLE + bytes(7)), "a header of"),
         (answered(WHOLE, len(WHOLE) + 16), "replica 0"),
-        (answered(described({"outer_step": STEP}, ["inner"], torch.ones(4)) + bytes(16)), "has the sections inner"),
-        (answered(described({}, ["outer"], torch.ones(4)) + bytes(16)), "it has outer step None"),
-        (answered(WHOLE + bytes(16)), "its checksums arrived damaged"),
-        (answered(WHOLE + encode_checksum(0)), "the part has"),
+        (answered(described({"outer_step": STEP}, ["inner"], torch.ones(4))), "has the sections inner"),
+        (answered(described({}, ["outer"], torch.ones(4))), "it has outer step None"),
+        # It answers the same to everything.
+        (answered(WHOLE), "the part has"),
     ],
 )
 def test_an_answer_that_is_no_snapshot_is_a_failed_transfer(answer: bytes, words: str) -> None:
