@@ -8,7 +8,7 @@ import shutil
 import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 from rich.table import Table
@@ -21,11 +21,8 @@ from scripts.stress_results import OtherSettings, Result, Results, summarize
 from scripts.struck_run import Target, make_target, run_under
 from scripts.sync_world.families import FAMILIES
 from scripts.transfer_plan import TROUBLES
+from scripts.trials import Trial, repeat, sum_up
 from scripts.verdict import CAUSE_OF_KIND
-
-if TYPE_CHECKING:
-    from scripts.sync_world.trials import Trial as WorldTrial
-    from scripts.transfer_trials import Trial as TransferTrial
 
 RESULTS = "results.jsonl"
 ALL = "all"
@@ -242,29 +239,33 @@ def _run(seed: int, kinds: Sequence[str], gap_steps: int, target: Target, folder
 
 def _stress_worlds(families: Sequence[str], seeds: Sequence[int], folder: Path, *, keep: bool, as_json: bool) -> int:
     # They load torch, which nobody needs who asks for help.
-    from scripts.sync_world.trials import repeat, sum_up
+    from scripts.sync_world import trials as worlds
 
-    trials, interrupted = repeat(families, seeds, folder, keep=keep, tell=_tell_trial)
-    return _conclude(sum_up(trials), "families", "worlds", folder, interrupted=interrupted, as_json=as_json)
+    def make(family: str, seed: int) -> Trial:
+        return worlds.make(family, seed, folder, keep=keep)
+
+    trials, interrupted = repeat(families, seeds, folder / worlds.RESULTS, make=make, tell=_tell_trial)
+    return _conclude(trials, "families", "worlds", folder, interrupted=interrupted, as_json=as_json)
 
 
 def _stress_transfers(troubles: Sequence[str], seeds: Sequence[int], folder: Path, *, as_json: bool) -> int:
-    from scripts.transfer_trials import repeat, sum_up
+    from scripts import transfer_trials as transfers
 
-    trials, interrupted = repeat(troubles, seeds, folder, tell=_tell_trial)
-    return _conclude(sum_up(trials), "troubles", "trials", folder, interrupted=interrupted, as_json=as_json)
+    trials, interrupted = repeat(troubles, seeds, folder / transfers.RESULTS, make=transfers.make, tell=_tell_trial)
+    return _conclude(trials, "troubles", "trials", folder, interrupted=interrupted, as_json=as_json)
 
 
-def _tell_trial(trial: WorldTrial | TransferTrial) -> None:
+def _tell_trial(trial: Trial) -> None:
     click.echo(f"{trial.name}: {trial.fault} {'FAILED' if trial.reasons else 'passed'} in {trial.wall_s} s", err=True)
     for reason in trial.reasons:
         click.echo(f"  {reason}", err=True)
 
 
 def _conclude(
-    summary: dict[str, Any], groups: str, what: str, folder: Path, *, interrupted: bool, as_json: bool
+    trials: Sequence[Trial], groups: str, what: str, folder: Path, *, interrupted: bool, as_json: bool
 ) -> int:
     """Show what trials gave; their exit code."""
+    summary = sum_up(trials, groups)
     if as_json:
         click.echo(json.dumps(summary | {"interrupted": interrupted, "folder": str(folder)}))
     else:

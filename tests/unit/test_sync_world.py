@@ -18,8 +18,8 @@ from scripts.sync_world.model import move, parameters
 from scripts.sync_world.oracle import Inconsistent, Oracle
 from scripts.sync_world.positions import Positions, read_by
 from scripts.sync_world.spec import WorldSpec, brisk
-from scripts.sync_world.trials import Trial, Trials, sum_up
 from scripts.sync_world.world import Account, End
+from scripts.trials import Trial, Trials, sum_up
 
 SPEC = WorldSpec(replicas=2, tokens=(100, 300), step_s=(0.0, 0.0), steps=8, width=4, diloco=brisk(sync_every=4))
 
@@ -139,7 +139,7 @@ def test_a_seed_decides_the_fault() -> None:
 
 def test_trials_are_gone_on_with(tmp_path: Path) -> None:
     fault = str(FaultSpec(replica=0, rank=0, step=3, kind="kill"))
-    passed = Trial(family="plain", seed=0, fault=fault, wall_s=1.0, retries=2, doubts=1, reasons=())
+    passed = Trial(kind="plain", seed=0, fault=fault, wall_s=1.0, counts={"retries": 2, "doubts": 1}, reasons=())
     failed = replace(passed, seed=1, reasons=("it had not ended",))
     trials = Trials(tmp_path / "worlds.jsonl")
     trials.add(passed)
@@ -148,6 +148,6 @@ def test_trials_are_gone_on_with(tmp_path: Path) -> None:
     again = Trials(tmp_path / "worlds.jsonl")
     assert (again.get("plain", 0), again.get("plain", 1), again.get("fsdp", 0)) == (passed, failed, None)
     again.close()
-    summary = sum_up([passed, failed])
+    summary = sum_up([passed, failed], "families")
     assert (summary["runs"], summary["passed"]) == (2, 1)
     assert summary["failed"] == {"plain 1": [fault, "it had not ended"]}

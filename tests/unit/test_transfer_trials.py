@@ -16,7 +16,7 @@ from scripts.meddler import Act, Meddler
 from scripts.stress import stress
 from scripts.transfer_plan import INNER, OUTER, TROUBLES, Ending, Held, Plan, draw, judge
 from scripts.transfer_scene import Scene, make_section
-from scripts.transfer_trials import Trial, Trials, repeat, sum_up
+from scripts.trials import Trial, Trials, repeat, sum_up
 from tests.liar import Liar
 
 PLAN = Plan(trouble="kill", seed=0, donors=2, orders=((0, 1), (1,)), mib=8, fraction=0.5, struck=(0,))
@@ -104,26 +104,30 @@ def test_a_flipped_bit_costs_one_joiner_one_donor() -> None:
     assert judge(alone, HELD[:1], {0: FAILURE, 1: whole(0)}) == []
 
 
-TRIAL = Trial(trouble="kill", seed=0, fault=str(PLAN), wall_s=1.0, joiners=2, failed=0, refetched=4, reasons=())
+COUNTS = {"joiners": 2, "without_donor": 0, "refetched_bytes": 4}
+TRIAL = Trial(kind="kill", seed=0, fault=str(PLAN), wall_s=1.0, counts=COUNTS, reasons=())
 
 
-def test_trials_are_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trials_are_gone_on_with(tmp_path: Path) -> None:
     failed = replace(TRIAL, seed=1, reasons=("joiner 0 did not end",))
-    trials = Trials(tmp_path / transfer_trials.RESULTS)
+    path = tmp_path / transfer_trials.RESULTS
+    trials = Trials(path)
     trials.add(TRIAL)
     trials.add(failed)
     trials.close()
-    monkeypatch.setattr(transfer_trials, "make", lambda trouble, seed: replace(TRIAL, trouble=trouble, seed=seed))
     told: list[Trial] = []
 
-    made, interrupted = repeat(["kill", "stop"], range(2), tmp_path, tell=told.append)
+    def make(kind: str, seed: int) -> Trial:
+        return replace(TRIAL, kind=kind, seed=seed)
+
+    made, interrupted = repeat(["kill", "stop"], range(2), path, make=make, tell=told.append)
 
     assert not interrupted
-    assert made == told == [TRIAL, replace(TRIAL, trouble="stop"), failed, replace(TRIAL, trouble="stop", seed=1)]
-    again = Trials(tmp_path / transfer_trials.RESULTS)
+    assert made == told == [TRIAL, replace(TRIAL, kind="stop"), failed, replace(TRIAL, kind="stop", seed=1)]
+    again = Trials(path)
     assert (again.get("stop", 1), again.get("flip", 0)) == (made[3], None)
     again.close()
-    summary = sum_up(made)
+    summary = sum_up(made, "troubles")
     assert (summary["runs"], summary["passed"]) == (4, 3)
     assert summary["failed"] == {"kill 1": [str(PLAN), "joiner 0 did not end"]}
     assert summary["troubles"]["stop"]["joiners"] == 4
@@ -134,7 +138,7 @@ def test_the_command_tells_what_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reasons: tuple[str, ...], code: int
 ) -> None:
     def make(trouble: str, seed: int) -> Trial:
-        return replace(TRIAL, trouble=trouble, seed=seed, reasons=reasons)
+        return replace(TRIAL, kind=trouble, seed=seed, reasons=reasons)
 
     monkeypatch.setattr(transfer_trials, "make", make)
 
