@@ -19,6 +19,8 @@ def find_snapshot(config: RunConfig, run_dir: Path) -> tuple[DurableSnapshot, li
         ConfigError: this config has another place for it, or another meaning.
         EnvironmentProblem: there is none.
     """
+    if not run_dir.is_dir():
+        raise EnvironmentProblem(f"{run_dir}: there is no such run folder to resume from")
     folder = run_dir.absolute() / config.checkpoint.folder
     if config.diloco.engine != "elastic":
         raise ConfigError(f'--resume needs diloco.engine = "elastic", not "{config.diloco.engine}"')
@@ -48,8 +50,9 @@ def find_snapshot(config: RunConfig, run_dir: Path) -> tuple[DurableSnapshot, li
         )
     why = f" ({'; '.join(passed)})" if passed else ""
     raise EnvironmentProblem(
-        f"{folder} holds no snapshot that a run can go on from{why}: name the folder of a run that had "
-        "checkpoint.enable = true, or leave --resume out"
+        f"{folder} holds no snapshot that a run can go on from{why}: name the folder of a run (not of a snapshot) that "
+        "had checkpoint.enable = true and came to a step that is a multiple of checkpoint.interval, or leave --resume "
+        "out; the last state of a run holds all of it only with checkpoint.last_save_model_only = false"
     )
 
 

@@ -61,6 +61,13 @@ def run(
     _check_tls(config)
     config = _with_seed(config)
     snapshot, passed = (None, []) if resume is None else find_snapshot(config, resume)
+    if snapshot is not None:
+        passed.append(f"the run goes on from {snapshot.path} (step {snapshot.facts.step} of {config.training.steps})")
+    elif config.checkpoint.enable and config.checkpoint.interval >= config.training.steps:
+        passed.append(
+            f"checkpoint.interval = {config.checkpoint.interval} is not reached within training.steps = "
+            f"{config.training.steps}: no snapshot is written but the last state"
+        )
     folder = runfolder.create(config, name, run_dir)
     if STDLIB in (config.training.dataset, config.model.hf_assets_path or STDLIB):
         # Once and here, so that its few seconds are not part of every replica's start.

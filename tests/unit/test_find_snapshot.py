@@ -59,7 +59,7 @@ def test_without_one_it_says_what_to_do(tmp_path: Path) -> None:
 
     with pytest.raises(EnvironmentProblem, match=r"holds no snapshot .*parameters alone.* checkpoint\.enable"):
         find_snapshot(config(), tmp_path)
-    with pytest.raises(EnvironmentProblem, match="no_such_run/ckpt holds no snapshot that a run can go on from: name"):
+    with pytest.raises(EnvironmentProblem, match="no_such_run: there is no such run folder to resume from"):
         find_snapshot(config(), tmp_path / "no_such_run")
 
 

@@ -65,7 +65,7 @@ def refusals(taken_port: int, tmp_path_factory: pytest.TempPathFactory) -> dict[
         ("empty dataset", "holds nothing: its files are empty"),
         ("validation dataset", 'validation.dataset "/no/validation"'),
         ("tokenizer", 'model.hf_assets_path "/no/such/tokenizer" is no folder with a tokenizer.json'),
-        ("resume", "none/checkpoint holds no snapshot that a run can go on from: name the folder of a run that had"),
+        ("resume", "none: there is no such run folder to resume from"),
     ],
 )
 def test_refused_in_one_line_and_at_once(
