@@ -85,8 +85,14 @@ def _cost(recovery: Recovery, fold: RunFold) -> str:
     if recovery.t_failed_again is not None:
         parts.append("it failed again on the way back")
     elif recovery.t_first_step is None:
-        parts.append("it did not come back")
+        parts.append(_never_back(recovery, fold))
     return "; ".join(parts)
+
+
+def _never_back(recovery: Recovery, fold: RunFold) -> str:
+    if recovery.replica in fold.retired:
+        return "it did not come back"
+    return "it is not back yet" if fold.ended_t is None else "it was not back when the run ended"
 
 
 def _away_until(recovery: Recovery, fold: RunFold) -> float:

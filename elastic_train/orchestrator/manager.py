@@ -288,7 +288,8 @@ class OrchestrationManager:
             }
         self._run.log.emit("control", request="inject", replica=spec.replica, rank=spec.rank, kind=spec.kind)
         slot = self._slots[spec.replica]
-        if await slot.inject(spec):
+        # One that is on its way back would take it later, when nobody expects it any more.
+        if slot.state is ReplicaState.RUNNING and await slot.inject(spec):
             return {
                 "ok": True,
                 "text": f"replica {spec.replica} rank {spec.rank}: {spec.kind} at the next {spec.point}",

@@ -49,6 +49,21 @@ def test_a_run_that_ended_at_once_has_a_summary() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("ends", "said"), [(False, "it is not back yet"), (True, "it was not back when the run ended")]
+)
+def test_a_replica_on_its_way_back_is_not_given_up(ends: bool, said: str) -> None:
+    log = [
+        event(0.0, "run_started", replicas=2),
+        *states(1.0, 1, 0, "PENDING", "STARTING", "JOINING", "RUNNING"),
+        event(6.0, "failure_detected", 1, cause="hang", error="no step for 5 s"),
+        event(10.0, "sync_committed", 0, outer_step=1, inner_step=10, participants=[0], tokens=1),
+    ]
+    if ends:
+        log.append(event(10.0, "run_finished", status="succeeded"))
+    assert any(line.endswith(said) for line in summary_lines(folded(log)))
+
+
 def test_a_replica_that_was_given_up_is_named() -> None:
     log = [
         event(0.0, "run_started", replicas=2),
