@@ -68,8 +68,12 @@ def test_four_replicas_lose_one_and_get_it_back(launch: Launch) -> None:
     assert {r["incarnation"] for r in run.metrics() if r["replica"] != 0} == {0}
 
     # A living donor; the joiner never trains from step 0, and has its donor's state.
-    assert set(heal["donors"]) <= {1, 2, 3}
-    assert named(events, "donor_selected", replica=0)[0]["donors"] == heal["donors"][:1]
+    # Two of the others were chosen to give the state; if one of them is slow, the other gives all of it.
+    selected = named(events, "donor_selected", replica=0)[0]["donors"]
+    assert len(selected) == 2
+    assert set(selected) <= {1, 2, 3}
+    assert set(heal["donors"]) <= set(selected)
+    assert sum(heal["donor_bytes"].values()) == heal["bytes"]
     # It trains before the quorum that it asked for has come, and is a member from the middle of an interval on.
     (first,) = named(events, "first_step", replica=0, incarnation=1)
     assert 30 < first["inner_step"] <= joined["inner_step"]

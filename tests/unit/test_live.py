@@ -197,6 +197,7 @@ def test_every_event_can_be_told() -> None:
         "restart_scheduled": {"level": "reallocate", "delay_s": 1.5},
         "replica_retired": {"cause": "hang"},
         "donor_selected": {"donors": [1], "outer_step": 1},
+        "transfer_progress": {"bytes": 1, "total_bytes": 3},
         "heal_finished": {"donors": [1], "outer_step": 1},
         "heal_failed": {"cause": "heal_failed"},
         "joined": {"outer_step": 1, "inner_step": 20},
