@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import socket
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from enum import Enum
 from urllib.parse import urlsplit
@@ -31,7 +32,7 @@ class Act(Enum):
     MISLEAD = "one bit of a manifest is flipped; only bytes of manifests count"
 
 
-class Middle:
+class Middle(ABC):
     """Takes connections at some addresses, and what it does with them in threads of its own, until it is closed."""
 
     def __init__(self, count: int = 1) -> None:
@@ -60,9 +61,9 @@ class Middle:
         for connection in (*self._sockets, *self._listeners):
             connection.close()
 
+    @abstractmethod
     def take(self, near: socket.socket, index: int) -> None:
         """Somebody has connected to an address: called in a thread for this connection."""
-        raise NotImplementedError
 
     def _listen(self, index: int, listener: socket.socket) -> None:
         while True:

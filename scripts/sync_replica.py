@@ -35,6 +35,7 @@ from elastic_train.diloco.quorum import Formed, QuorumCount, QuorumSeat
 from elastic_train.diloco.reduce import Feedback, Reducer
 from elastic_train.diloco.weights import shares
 from elastic_train.diloco.wire import Wire
+from scripts import children
 
 METHODS = ("none", "bf16", "int8", "int4")
 """Every compression, the one that the others are compared with first."""
@@ -44,7 +45,6 @@ _CPU = torch.device("cpu")
 _CONNECT_S = 60.0
 _OPERATION_S = 120.0
 _ANSWER_S = 900.0
-_LEAVE_S = 10.0
 # Not a power of two, so that buckets begin and end within parameters.
 _PARAMETER_NUMEL = 1_000_000
 _MOVE = 1e-3
@@ -139,12 +139,7 @@ class Replicas:
 
     def end(self) -> None:
         """End all processes, whatever they do."""
-        for process in self.processes:
-            process.kill()
-        for process in self.processes:
-            process.join(_LEAVE_S)
-        for end in self._ends:
-            end.close()
+        children.end(self.processes, self._ends)
 
     def _ask(self, *order: str) -> list[Any]:
         for rank, end in enumerate(self._ends):

@@ -32,6 +32,7 @@ from elastic_train.peer_ckpt.http import MeteredHTTPTransport
 from elastic_train.peer_ckpt.server import PeerServer
 from elastic_train.peer_ckpt.shards import combine, hash_tensors, raw_bytes
 from elastic_train.peer_ckpt.snapshot import Snapshot
+from scripts import children
 from scripts.namespaces import enter
 
 RAW, OURS, HTTP = "raw", "ours", "http"
@@ -163,12 +164,7 @@ class Peers:
 
     def end(self) -> None:
         """End all processes, whatever they do."""
-        for process in self.processes:
-            process.kill()
-        for process in self.processes:
-            process.join(_LEAVE_S)
-        for end in self._ends:
-            end.close()
+        children.end(self.processes, self._ends)
 
     def _start(self, target: Callable[..., None], *arguments: Any) -> Connection:
         ours, theirs = self._context.Pipe()

@@ -15,10 +15,11 @@ from elastic_train.diloco.engine import NoPeerState, Sync, SyncKind
 from elastic_train.diloco.flight import Contribution
 from elastic_train.diloco.interval import Interval
 from elastic_train.diloco.ledger import Ledger, parts_of
-from elastic_train.diloco.peers import NO_OFFER, Member, Offer, Peers, by_slot
+from elastic_train.diloco.peers import NO_OFFER, Offer, Peers, by_slot
 from elastic_train.diloco.publication import INNER, OUTER, Publication, whole_hash
 from elastic_train.diloco.trainee import SyncJournal, Trainee
 from elastic_train.peer_ckpt.client import Fetched, TransferFailed, Unwanted
+from elastic_train.peer_ckpt.roll import Member
 from elastic_train.peer_ckpt.shards import combine
 from elastic_train.peer_ckpt.snapshot import Snapshot
 

@@ -10,14 +10,13 @@ from typing import Any
 from elastic_train.diloco.doubt import Answer
 from elastic_train.peer_ckpt.client import Donor, Fetched, PeerClient, TransferFailed
 from elastic_train.peer_ckpt.directory import Directory
+from elastic_train.peer_ckpt.roll import Member
 
 logger = logging.getLogger(__name__)
 
 MAX_DONORS = 8
 _PATIENCE_S = 5.0
 
-Member = tuple[int, int]
-"""Slot and incarnation."""
 Progress = Callable[[int, int, Mapping[int, int]], None]
 """Called with the bytes that this rank has received and those of all, and how many came from each slot."""
 
@@ -31,6 +30,10 @@ class PeerState:
     outer_step: int
     state_hash: int
     """Over all its ranks, signed 64 bit."""
+
+    @property
+    def member(self) -> Member:
+        return self.slot, self.incarnation
 
     def to_ints(self) -> list[int]:
         return [self.slot, self.incarnation, self.outer_step, self.state_hash]
@@ -58,8 +61,7 @@ class Offer:
     @classmethod
     def of(cls, state: PeerState) -> Offer:
         """The state of one peer, from itself."""
-        donors = ((state.slot, state.incarnation),)
-        return cls(outer_step=state.outer_step, state_hash=state.state_hash, donors=donors)
+        return cls(outer_step=state.outer_step, state_hash=state.state_hash, donors=(state.member,))
 
     def to_ints(self) -> list[int]:
         """Always as many."""
@@ -259,9 +261,7 @@ class Peers:
         self, at_least: int, among: Collection[int] | None, avoid: Collection[Member], count: int
     ) -> Offer | None:
         """By asking the peers."""
-        standings = [
-            state for state in self._standings(at_least, among) if (state.slot, state.incarnation) not in avoid
-        ]
+        standings = [state for state in self._standings(at_least, among) if state.member not in avoid]
         if not standings:
             return None
         first = standings[0]
@@ -269,7 +269,7 @@ class Peers:
         return Offer(
             outer_step=first.outer_step,
             state_hash=first.state_hash,
-            donors=tuple((state.slot, state.incarnation) for state in same[:count]),
+            donors=tuple(state.member for state in same[:count]),
         )
 
     def _standings(self, at_least: int, among: Collection[int] | None) -> list[PeerState]:

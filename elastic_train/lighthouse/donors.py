@@ -10,12 +10,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
+from elastic_train.peer_ckpt.roll import Member
+
 LEASE_S = 60.0
 """Seconds after which a joiner that has not said that it is done no longer counts. A transfer that takes longer still
 counts by what its donors report."""
-
-Member = tuple[int, int]
-"""Slot and incarnation."""
 
 
 @dataclass(frozen=True, kw_only=True)

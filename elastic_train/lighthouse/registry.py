@@ -14,9 +14,9 @@ from http import HTTPStatus
 from typing import Any
 
 from elastic_train.clock import Clock, SystemClock
-from elastic_train.lighthouse.donors import HeldState, Holder, Leases, Member, Wish, choose
+from elastic_train.lighthouse.donors import HeldState, Holder, Leases, Wish, choose
 from elastic_train.peer_ckpt.donor_list import DonorList, ListedDonor
-from elastic_train.peer_ckpt.roll import PeerEntry, Roll
+from elastic_train.peer_ckpt.roll import Member, PeerEntry, Roll
 from elastic_train.peer_ckpt.service import BadRequest, Exchange, TokenServer
 from elastic_train.peer_ckpt.tls import Tls
 

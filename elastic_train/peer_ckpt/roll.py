@@ -9,6 +9,9 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
+Member = tuple[int, int]
+"""Slot and incarnation."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class PeerEntry:

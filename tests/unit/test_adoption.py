@@ -14,10 +14,11 @@ from elastic_train.diloco.flat import flatten
 from elastic_train.diloco.flight import Contribution
 from elastic_train.diloco.interval import Interval
 from elastic_train.diloco.ledger import Ledger
-from elastic_train.diloco.peers import Member, Offer
+from elastic_train.diloco.peers import Offer
 from elastic_train.diloco.publication import INNER, OUTER, Publication
 from elastic_train.diloco.schedule import OuterSchedule
 from elastic_train.peer_ckpt.client import Donor, Fetched, TransferFailed, Unwanted
+from elastic_train.peer_ckpt.roll import Member
 from elastic_train.peer_ckpt.shards import combine, load_tensors, tensor_bytes
 from elastic_train.peer_ckpt.snapshot import Snapshot
 from tests.controls import Alone, each, together

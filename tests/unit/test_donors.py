@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_train.clock import ManualClock
-from elastic_train.lighthouse.donors import LEASE_S, HeldState, Holder, Leases, Member, Wish, choose
+from elastic_train.lighthouse.donors import LEASE_S, HeldState, Holder, Leases, Wish, choose
+from elastic_train.peer_ckpt.roll import Member
 from elastic_train.lighthouse.registry import IncarnationEnded, Registry
 from elastic_train.peer_ckpt.roll import PeerEntry
 
