@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 
 from elastic_train.clock import ManualClock
 from elastic_train.lighthouse.donors import LEASE_S, HeldState, Holder, Leases, Wish, choose
-from elastic_train.peer_ckpt.roll import Member
 from elastic_train.lighthouse.registry import IncarnationEnded, Registry
-from elastic_train.peer_ckpt.roll import PeerEntry
+from elastic_train.peer_ckpt.roll import Member, PeerEntry
 
 HOSTS = st.sampled_from(["a", "b"])
 STATES = st.builds(HeldState, outer_step=st.integers(0, 3), state_hash=st.integers(-1, 1))
