@@ -37,6 +37,7 @@ EVENTS: Mapping[str, str] = MappingProxyType(
         "allocation_granted": "hosts were given",
         "allocation_lost": "hosts were taken away",
         "procs_started": "the processes of a replica run",
+        "standby_started": "processes run that will wait for a failure",
         "standby_ready": "warm processes wait for a failure",
         "replica_ready": "a replica has built its trainers",
         "replica_state": "a replica changed its state",

@@ -127,7 +127,7 @@ class Pilot:
         flown = Flown()
         try:
             flown.formed = self._quorum.take()
-            self._wire.set_members(flown.formed.rank, len(flown.formed.replica_ids), flown.formed.replica_ids)
+            self._wire.set_members(flown.formed.rank, len(flown.formed.replica_ids))
             self._exchange_metadata(mine, flown)
             self._reduce(mine, feedback, flown)
             flown.complete = True
@@ -145,6 +145,8 @@ class Pilot:
         self._count.see(flown.formed)
         row = replace(mine.row, id_base=self._count.base)
         flown.rows = [Row.from_ints(ints) for ints in self._wire.gather_rows(row.to_ints())]
+        # By incarnation, for torchft's id of a replica stays the same when it is restarted.
+        self._wire.names = tuple(f"{row.slot}.{row.incarnation}" for row in flown.rows)
         self._on_quorum(self._count.agree([row.id_base for row in flown.rows]), flown.rows)
         flown.standings = judge(flown.rows)
         foreign = [row.slot for row, s in zip(flown.rows, flown.standings, strict=True) if s is Standing.FOREIGN]

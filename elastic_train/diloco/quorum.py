@@ -30,7 +30,7 @@ class Formed:
     number: int
     """The Lighthouse's own number of it."""
     replica_ids: tuple[str, ...]
-    """torchft's ids of the members (slot and a new uuid for each incarnation), in the order of the group's ranks."""
+    """torchft's ids of the members, which stay the same over incarnations, in the order of the group's ranks."""
     rank: int
     """This replica's place among them."""
 
@@ -79,6 +79,8 @@ class QuorumSeat:
         self._client = FencedClient(manager._client)
         manager._client = self._client
         self._request: concurrent.futures.Future[None] | None = None
+        # The others may have had this replica's last incarnation in their group, under the same id.
+        self.rebuild_group(broken=True)
 
     @property
     def pending(self) -> bool:

@@ -25,6 +25,7 @@ from elastic_train.orchestrator.policy import Failure, Reallocate, RestartInPlac
 from elastic_train.orchestrator.runfolder import RunFolder
 from elastic_train.orchestrator.scheduler import Allocation, Scheduler
 from elastic_train.orchestrator.supervisor import Supervisor, SupervisorLost
+from elastic_train.orchestrator.turns import StandbyTurns
 from elastic_train.peer_ckpt.directory import Directory
 from elastic_train.peer_ckpt.tls import tls_of
 from elastic_train.replica.actor import SegmentPart
@@ -39,6 +40,8 @@ _GONE_S = 10.0
 """How long the kernel may take to remove a process that was killed."""
 _GONE_LOOK_S = 0.02
 _TELL_AGAIN_S = 1.0
+_STANDBY_AGAIN_S = 5.0
+"""After a standby that could not be made, and once there is a new ReplicaActor."""
 
 _LIFECYCLE_OF_EVENT = {
     "heal_started": Trigger.HEAL_STARTED,
@@ -70,6 +73,8 @@ class RunContext:
     """The registry's address, once it is known."""
     token: str = field(default="", repr=False)
     """What a request to the registry or to a replica must show; for this run alone, and written nowhere."""
+    turns: StandbyTurns = field(default_factory=StandbyTurns)
+    """When a standby may be made."""
     fired: set[str] = field(default_factory=set)
     """Faults that have acted."""
     jitter: random.Random = field(default_factory=random.Random)
@@ -119,6 +124,10 @@ class ReplicaSlot:
         self._background: set[asyncio.Future[None]] = set()
         self._step = 0
         self._pumping = asyncio.Lock()
+        self._trains = asyncio.Event()
+        """Whether the current incarnation is past its first step, so that a standby can be made beside it."""
+        self._standing_by: list[ProcessId] = []
+        """The processes of the last standby that was heard of."""
 
     @property
     def state(self) -> ReplicaState:
@@ -126,10 +135,20 @@ class ReplicaSlot:
 
     async def run(self) -> SlotEnd:
         """Keep the slot training until it has trained to the end, or nothing more can be done about it."""
+        keeping = asyncio.ensure_future(self._keep_standby()) if self._run.config.recovery.standby else None
+        try:
+            return await self._run_to_end()
+        finally:
+            if keeping is not None:
+                keeping.cancel()
+                await asyncio.wait({keeping})
+
+    async def _run_to_end(self) -> SlotEnd:
         while True:
             if self._allocation is None:
                 await self._allocate()
             failure = await self._live()
+            self._trains.clear()
             await self.pump()
             if failure is None:
                 self.apply(Trigger.FINISHED)
@@ -213,12 +232,13 @@ class ReplicaSlot:
 
     async def _end_ranks(self) -> None:
         """Kill the ranks that are known, and once they are gone say so to whoever may wait for their answer."""
-        for process in self._processes:
+        processes = [*self._processes, *self._standing_by]
+        for process in processes:
             kill_process(process)
         deadline = self._run.clock.monotonic() + _GONE_S
-        while any(is_alive(process) for process in self._processes):
+        while any(is_alive(process) for process in processes):
             if self._run.clock.monotonic() > deadline:
-                logger.error("processes of replica %d survive SIGKILL: %s", self.slot, self._processes)
+                logger.error("processes of replica %d survive SIGKILL: %s", self.slot, processes)
                 return
             await asyncio.sleep(_GONE_LOOK_S)
         # Processes of the current incarnation that nobody has heard of yet may still live.
@@ -239,6 +259,7 @@ class ReplicaSlot:
                 incarnation=max(self._number, 0),
                 **{"from": before, "to": after},
             )
+        self._run.turns.starting(self.slot, after is ReplicaState.STARTING)
         if after is ReplicaState.RUNNING and before is not ReplicaState.RUNNING:
             self._running_since = self._run.clock.monotonic()
 
@@ -366,8 +387,28 @@ class ReplicaSlot:
         if name == "procs_started":
             self._processes = list(zip(event["pids"], event["created"], strict=True))
             self._holder = self._number
+        elif name == "standby_started":
+            self._standing_by = list(zip(event["pids"], event["created"], strict=True))
+        elif name == "first_step":
+            self._trains.set()
         elif name in _LIFECYCLE_OF_EVENT:
             self.apply(_LIFECYCLE_OF_EVENT[name])
+
+    async def _keep_standby(self) -> None:
+        """Have a warm standby whenever the replica trains, made when no replica starts."""
+        while True:
+            await self._trains.wait()
+            made = False
+            try:
+                async with self._run.turns.turn():
+                    if self._trains.is_set() and self._supervisor is not None:
+                        made = await self._supervisor.ask("make_standby")
+                if made and self._supervisor is not None:
+                    await self._supervisor.ask("standby_gone")
+                    continue
+            except SupervisorLost as lost:
+                logger.info("replica %d: its standby went with its supervisor: %s", self.slot, lost)
+            await asyncio.sleep(_STANDBY_AGAIN_S)
 
     # -- after a failure ---------------------------------------------------------------------------------------------
 

@@ -18,32 +18,31 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from monarch.actor import Actor, MeshFailure, concurrent_endpoint, default_bootstrap_cmd, this_host
+from monarch.actor import Actor, MeshFailure, concurrent_endpoint
 from monarch.spmd import setup_torch_elastic_env_async
 
 from elastic_train.clock import SystemClock
 from elastic_train.config.faults import FaultSpec
 from elastic_train.events import EventWriter, Record, read_all, read_records
-from elastic_train.futures import result, within
+from elastic_train.futures import result
 from elastic_train.peer_ckpt.directory import Directory
 from elastic_train.peer_ckpt.tls import tls_of
 from elastic_train.process_log import print_to
+from elastic_train.replica.procs import Procs, end_all
 from elastic_train.replica.rank import Incarnation, SegmentPaths, beacon_path, supervisor_log_path
-from elastic_train.replica.trainer_actor import ProcessActor, TrainerActor
+from elastic_train.replica.standby import Standby
+from elastic_train.replica.trainer_actor import TrainerActor
 from elastic_train.replica.watch.beacon import BeaconReader, Budgets, hang
 from elastic_train.replica.watch.failure import ReplicaFailure
 from elastic_train.replica.watch.process_end import ProcessEnd, crashed_ranks, of_process, of_status
-from elastic_train.replica.watch.process_watch import ProcessId, ProcessWatch, is_alive, kill_process
+from elastic_train.replica.watch.process_watch import ProcessId, ProcessWatch
 
 logger = logging.getLogger(__name__)
 
 _WATCH_S = 0.1
-_GONE_S = 10.0
-"""How long the kernel may take to remove a process that was killed."""
 _SETTLE_S = 1.5
 """A rank that lost a peer says so before the peer's own death is known; the cause is worth a moment's wait."""
 
-_STOP_S = 30.0
 _ENDED_UNSEEN = "its process ended and nobody saw how"
 
 
@@ -57,7 +56,7 @@ class SegmentPart:
 
 
 class ReplicaActor(Actor):
-    """Owns one proc mesh at a time."""
+    """Owns the processes of one incarnation at a time, and those of a standby beside them."""
 
     def __init__(self, slot: int, run_dir: Path) -> None:
         print_to(supervisor_log_path(run_dir, slot))
@@ -66,21 +65,21 @@ class ReplicaActor(Actor):
         self._incarnation: Incarnation | None = None
         self._handle: Any = None
         self._starting: asyncio.Task[ReplicaFailure | None] | None = None
-        self._mesh: Any = None
+        self._procs: Procs | None = None
         self._trainers: Any = None
-        self._processes: Any = None
-        self._identities: list[ProcessId] = []
+        self._standby: Standby | None = None
+        self._orphans: list[ProcessId] = []
+        """Processes on this host that a ReplicaActor before this one left behind."""
         self._holder = -1
         """The newest incarnation that has had processes on this host."""
         self._told_end = -1
         """The newest incarnation of which the registry knows that it has ended."""
         self._directory: Directory | None = None
         self._ending = asyncio.Lock()
-        self._watches: list[ProcessWatch] = []
+        self._meshes = 0
         self._reports: list[ReplicaFailure] = []
         self._ends: dict[int, ProcessEnd] = {}
         self._reported = asyncio.Event()
-        self._background: set[asyncio.Task[Any]] = set()
 
     async def __supervise__(self, failure: MeshFailure) -> bool:
         """Take note of how a process ended; that it has ended is found out elsewhere, and sooner."""
@@ -153,12 +152,12 @@ class ReplicaActor(Actor):
     @concurrent_endpoint
     async def inject(self, spec: FaultSpec) -> bool:
         """Let a fault happen to this actor now, or to one of its ranks at its next passage."""
-        if self._incarnation is None or self._processes is None:
+        if self._incarnation is None or self._procs is None:
             return False
         if spec.kind == "replica_actor":
             self._events(self._incarnation).emit("fault_injected", kind=spec.kind, point=spec.point, spec=str(spec))
             os.kill(os.getpid(), signal.SIGKILL)
-        return bool(await result(self._processes.slice(gpus=spec.rank).arm.call_one(spec)))
+        return bool(await result(self._procs.actor.slice(gpus=spec.rank).arm.call_one(spec)))
 
     @concurrent_endpoint
     async def read_segment(self, incarnation: Incarnation, offsets: tuple[int, int]) -> SegmentPart:
@@ -178,15 +177,45 @@ class ReplicaActor(Actor):
             close = asyncio.ensure_future(result(self._trainers.close.call()))
             await asyncio.wait({close}, timeout=stop_timeout_s)
             close.cancel()
+        if self._standby is not None:
+            await self._standby.end()
         await self._end_processes()
+
+    @concurrent_endpoint
+    async def make_standby(self) -> bool:
+        """Have processes warm for the next incarnation; False if that failed, or they were needed at once."""
+        incarnation = self._incarnation
+        if incarnation is None:
+            return False
+        if self._standby is None:
+            self._standby = Standby(incarnation.config.recovery.silence_timeout_s)
+        began = time.monotonic()
+
+        def started(procs: Procs) -> None:
+            self._events(incarnation).emit("standby_started", **_named(procs))
+
+        ready = await self._standby.make(lambda: self._start_procs(incarnation, "standby"), started)
+        if ready:
+            self._events(incarnation).emit("standby_ready", duration_s=round(time.monotonic() - began, 3))
+        return ready
+
+    @concurrent_endpoint
+    async def standby_gone(self) -> None:
+        """Returns once there is no standby, because it was taken into use or lost."""
+        if self._standby is not None:
+            await self._standby.gone()
 
     def _adopt_orphans(self, incarnation: Incarnation) -> None:
         """Take over processes on this host whose ReplicaActor died, perhaps before it could tell anybody of them."""
+        if self._incarnation is not None:
+            return
         events = read_all(SegmentPaths.of(incarnation.run_dir, self._slot).events)
-        started = [event for event in events if event["event"] == "procs_started"]
-        if started:
-            self._identities += zip(started[-1]["pids"], started[-1]["created"], strict=True)
-            self._holder = max(self._holder, started[-1]["incarnation"])
+        for name in ("procs_started", "standby_started"):
+            started = [event for event in events if event["event"] == name]
+            if started:
+                self._orphans += zip(started[-1]["pids"], started[-1]["created"], strict=True)
+                if name == "procs_started":
+                    self._holder = max(self._holder, started[-1]["incarnation"])
 
     def _fired_here(self, incarnation: Incarnation) -> frozenset[str]:
         """Faults that acted on this host, also one that the controller cannot know of: it ended its messenger."""
@@ -217,25 +246,29 @@ class ReplicaActor(Actor):
         return failure
 
     async def _spawn(self, incarnation: Incarnation) -> None:
-        ranks = incarnation.config.orchestrator.procs_per_replica
-        self._mesh = this_host().spawn_procs(
-            {"gpus": ranks},
-            name=f"replica_{self._slot}_{incarnation.number}",
-            bootstrap_command=default_bootstrap_cmd().with_env(dict(incarnation.environment)),
-        )
-        self._processes = self._mesh.spawn("process", ProcessActor)
-        answers = await result(self._processes.identity.call())
-        self._identities = [identity for _, identity in answers.items()]
+        procs = await self._standby.take() if self._standby is not None else None
+        warm = procs is not None
+        if procs is None:
+            procs = self._start_procs(incarnation, "cold")
+        self._procs = procs
+        if not warm:
+            await procs.started()
         self._holder = incarnation.number
-        self._watches = [ProcessWatch(identity) for identity in self._identities]
-        self._events(incarnation).emit(
-            "procs_started",
-            pids=[pid for pid, _ in self._identities],
-            created=[created for _, created in self._identities],
-            standby=False,
+        self._events(incarnation).emit("procs_started", **_named(procs), standby=warm)
+        await setup_torch_elastic_env_async(procs.mesh, incarnation.host, _free_port(incarnation.host))
+        self._trainers = procs.mesh.spawn("trainer", TrainerActor, incarnation, self._handle)
+
+    def _start_procs(self, incarnation: Incarnation, purpose: str) -> Procs:
+        self._meshes += 1
+        return Procs(
+            f"replica_{self._slot}_{incarnation.number}_{purpose}_{self._meshes}",
+            incarnation.config.orchestrator.procs_per_replica,
+            dict(incarnation.environment),
         )
-        await setup_torch_elastic_env_async(self._mesh, incarnation.host, _free_port(incarnation.host))
-        self._trainers = self._mesh.spawn("trainer", TrainerActor, incarnation, self._handle)
+
+    @property
+    def _watches(self) -> list[ProcessWatch]:
+        return self._procs.watches if self._procs is not None else []
 
     async def _on_all_ranks(self, endpoint: str) -> ReplicaFailure | None:
         """Call an endpoint of every rank and wait until all are done, or one has failed, is gone, or hangs."""
@@ -366,27 +399,13 @@ class ReplicaActor(Actor):
             await self._end_now()
 
     async def _end_now(self) -> None:
-        mesh, self._mesh, self._trainers, self._processes = self._mesh, None, None, None
-        if mesh is not None:
-            # Stopping a mesh with a dead or stopped process can take long; the kill below does not wait for it.
-            stop = asyncio.ensure_future(within(_STOP_S, mesh.stop("replaced"), "a mesh does not stop"))
-            self._background.add(stop)
-            stop.add_done_callback(self._background.discard)
-            if not self._identities:
-                # Nobody knows yet what to kill: Monarch has to end it.
-                await asyncio.wait({stop})
-        identities = self._identities
-        watches, self._watches = self._watches, []
-        for watch in watches:
-            watch.close()
-        for process in identities:
-            kill_process(process)
-        deadline = time.monotonic() + _GONE_S
-        while any(is_alive(process) for process in identities):
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"processes of replica {self._slot} survive SIGKILL: {identities}")
-            await asyncio.sleep(0.02)
-        self._identities = []
+        procs, self._procs, self._trainers = self._procs, None, None
+        if procs is not None:
+            # Should one of them survive, the next attempt is at it again.
+            self._orphans += procs.identities
+            await procs.end()
+        await end_all(self._orphans)
+        self._orphans = []
         if self._incarnation is not None:
             for beacon in self._beacons(self._incarnation):
                 beacon.remove()
@@ -402,6 +421,11 @@ class ReplicaActor(Actor):
 
     def _events(self, incarnation: Incarnation) -> EventWriter:
         return self._writer.bind(incarnation=incarnation.number)
+
+
+def _named(procs: Procs) -> dict[str, Any]:
+    """Their processes, as the log has them."""
+    return {"pids": [pid for pid, _ in procs.identities], "created": [created for _, created in procs.identities]}
 
 
 def _one_line(error: BaseException) -> str:

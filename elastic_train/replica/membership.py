@@ -6,14 +6,18 @@ is an argument, and the last quorum is a value that can be logged.
 
 from __future__ import annotations
 
+import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torchft.manager
 from torchft.checkpointing import CheckpointTransport
 from torchft.coordination import LighthouseClient
 from torchft.manager import REPLICA_ID_KEY, Manager
@@ -143,11 +147,18 @@ class Seat:
     lighthouse: str
     host: str
     """Name under which peers reach this replica's manager."""
+    run: str = ""
+    """What tells the run from others that ask the same Lighthouse."""
 
     @classmethod
     def of(cls, incarnation: Incarnation, *, rank: int, ranks: int) -> Seat:
         return cls(
-            slot=incarnation.slot, rank=rank, ranks=ranks, lighthouse=incarnation.lighthouse, host=incarnation.host
+            slot=incarnation.slot,
+            rank=rank,
+            ranks=ranks,
+            lighthouse=incarnation.lighthouse,
+            host=incarnation.host,
+            run=hashlib.blake2b(incarnation.token.encode(), digest_size=8).hexdigest(),
         )
 
 
@@ -174,16 +185,17 @@ def make_manager(
     Args:
         store: the replica's own store, new in every incarnation (rank 0 hosts it).
     """
-    manager = Manager(
-        lighthouse_addr=seat.lighthouse,
-        load_state_dict=None,
-        state_dict=None,
-        use_async_quorum=True,
-        timeout=timedelta(seconds=config.timeout_s),
-        quorum_timeout=_NEVER,
-        checkpoint_transport=_NoTransport(),
-        **_common(seat, config, min_replicas, store, group),
-    )
+    with _id_for_the_run(seat.run):
+        manager = Manager(
+            lighthouse_addr=seat.lighthouse,
+            load_state_dict=None,
+            state_dict=None,
+            use_async_quorum=True,
+            timeout=timedelta(seconds=config.timeout_s),
+            quorum_timeout=_NEVER,
+            checkpoint_transport=_NoTransport(),
+            **_common(seat, config, min_replicas, store, group),
+        )
     _introduce(seat, config, store)
     return manager
 
@@ -234,6 +246,23 @@ def _common(
         "init_sync": False,
         "quorum_retries": config.quorum_retries,
     }
+
+
+@contextmanager
+def _id_for_the_run(run: str) -> Iterator[None]:
+    """Let a Manager that is made inside have the id of the slot's last incarnation.
+
+    torchft gives each Manager an id of its own. But the Lighthouse forms no quorum without somebody who had a heartbeat
+    a moment ago, so that the survivors would wait for the ghost of a replica that is back already. Under the old id the
+    new incarnation takes the ghost's place. What torchft wants the ids for is done by others: the first request of an
+    incarnation asks for new groups, and processes of an older one are gone before a new one starts.
+    """
+    given = torchft.manager.uuid
+    torchft.manager.uuid = SimpleNamespace(uuid4=lambda: run)
+    try:
+        yield
+    finally:
+        torchft.manager.uuid = given
 
 
 def _introduce(seat: Seat, config: DilocoConfig, store: dist.TCPStore) -> None:

@@ -123,6 +123,11 @@ class ProcessActor(Actor):
         return os.getpid(), psutil.Process().create_time()
 
     @endpoint
+    def warm(self) -> None:
+        """Import everything that a trainer needs, before there is an incarnation to train for."""
+        import elastic_train.replica.trainer  # noqa: F401
+
+    @endpoint
     def arm(self, spec: FaultSpec) -> bool:
         """Let a fault happen at its next passage; False while there is nothing to pass yet."""
         plan = faults.installed()

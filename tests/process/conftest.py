@@ -12,11 +12,14 @@ Launch = Callable[..., LaunchedRun]
 
 @pytest.fixture
 def launch(tmp_path: Path) -> Iterator[Launch]:
-    """Starts runs; at the end of the test none may have left a process."""
+    """Starts runs; at the end of the test none may have left a process.
+
+    Without ``standby`` no time goes into processes that most tests never need.
+    """
     runs: list[LaunchedRun] = []
 
-    def start(config: str, *flags: str, name: str = "run") -> LaunchedRun:
-        run = LaunchedRun(config, tmp_path / name, flags)
+    def start(config: str, *flags: str, name: str = "run", standby: bool = False) -> LaunchedRun:
+        run = LaunchedRun(config, tmp_path / name, ["--recovery.standby", str(standby).lower(), *flags])
         runs.append(run)
         return run
 
