@@ -100,6 +100,9 @@ def _run(config: Path, run_dir: Path | None, resume: Path | None, **flags: str |
     end = run(loaded.config, loaded.notes, name=config.stem, run_dir=run_dir, resume=resume, view=view)
     for line in summary_lines(view.fold):
         click.echo(line)
+    if end.status != "succeeded" and view.fold.checkpoint is not None and loaded.config.diloco.engine == "elastic":
+        folder = view.fold.run_dir
+        click.echo(f"to go on: {PROGRAM} run {Path(folder) / 'config.toml'} --resume {folder}")
     if end.status == "failed":
         click.echo(f"{PROGRAM}: {end.cause}: {end.reason}", err=True)
     return end.exit_code

@@ -47,6 +47,7 @@ class Trigger(StrEnum):
     FAILED = "FAILED"
     RESTART = "RESTART"
     REALLOCATE = "REALLOCATE"
+    RESTORE = "RESTORE"
     FINISHED = "FINISHED"
     PEERS_FINISHED = "PEERS_FINISHED"
     DRAIN = "DRAIN"
@@ -80,10 +81,12 @@ def _build_table() -> Mapping[tuple[ReplicaState, Trigger], ReplicaState]:
         (s.RUNNING, t.HEAL_STARTED): s.HEALING,
         (s.RUNNING, t.FINISHED): s.SUCCEEDED,
         (s.RUNNING, t.DRAIN): s.DRAINING,
+        (s.JOINING, t.DRAIN): s.DRAINING,
         (s.DRAINING, t.DRAINED): s.STOPPED,
         (s.BACKOFF, t.RESTART): s.STARTING,
         (s.BACKOFF, t.REALLOCATE): s.PENDING,
         (s.BACKOFF, t.RETIRE): s.FAILED,
+        **{(state, t.RESTORE): s.STARTING for state in (s.STARTING, s.JOINING, s.HEALING, s.RUNNING, s.BACKOFF)},
     }
     for state in s:
         if state.is_end:

@@ -114,9 +114,15 @@ class Recovery:
     """The inner step at which it failed."""
     fault: str = ""
     """The injected fault that caused it, if one did."""
+    stacks: str = ""
+    """Folder in the run folder that tells where its threads stood, if it says so."""
     level: str = ""
     """What was decided: the level of escalation."""
+    standby: bool = False
+    """Whether its processes were those of a warm standby."""
     donors: tuple[int, ...] = ()
+    source: str = ""
+    """Where the state came from: the donors ("peers"), or "memory" of its host, which one of them confirmed."""
     t_fault: float | None = None
     t_detected: float
     t_procs: float | None = None
@@ -360,6 +366,11 @@ class RunFold:
         self.outer_step = event["outer_step"]
         for outer_step in [k for k in self._tokens if k > self.outer_step]:
             self.tokens_committed -= self._tokens.pop(outer_step)
+        if self.checkpoint is not None:
+            self.checkpoint = Checkpoint(t=t, outer_step=self.outer_step, path=event["path"])
+        for superseded in (self._waits, self._joins):
+            for outer_step in [k for k in superseded if k > self.outer_step]:
+                del superseded[outer_step]
 
     def _on_run_finished(self, t: float, event: Record) -> None:
         self.status = event["status"]
@@ -377,11 +388,10 @@ class RunFold:
             slot.ledger.switch(t, slot.bucket)
 
     def _on_procs_started(self, t: float, event: Record) -> None:
-        if event.get("standby"):
-            return
         slot, current = self._speaker(event)
         if current:
             slot.view = replace(slot.view, pids=tuple(event.get("pids", ())))
+        self._update(self._life(event), standby=bool(event.get("standby")))
         self._reached(event, "t_procs", t)
 
     def _on_replica_ready(self, t: float, event: Record) -> None:
@@ -480,6 +490,7 @@ class RunFold:
             rank=event.get("rank"),
             step=event.get("step"),
             fault="" if fault is None else _name_of(fault),
+            stacks=event.get("stacks", ""),
             t_fault=t_fault,
             t_detected=t,
         )
@@ -487,7 +498,22 @@ class RunFold:
 
     def _on_restart_scheduled(self, t: float, event: Record) -> None:
         # It speaks of the incarnation to come, which is not the present one before it starts.
-        self._update((event["replica"], event.get("incarnation", 0)), level=event["level"])
+        replica, incarnation = event["replica"], event.get("incarnation", 0)
+        if event["level"] == "restore":
+            self._hand_over(replica, incarnation)
+        self._update((replica, incarnation), level=event["level"])
+
+    def _hand_over(self, replica: int, incarnation: int) -> None:
+        """An incarnation takes the place of one that was on its way back and did not fail: the recovery is its own."""
+        before, after = (replica, incarnation - 1), (replica, incarnation)
+        recovery = self._recoveries.get(before)
+        if recovery is None or recovery.t_first_step is not None or after in self._recoveries:
+            return
+        del self._recoveries[before]
+        self._recoveries[after] = replace(recovery, incarnation=incarnation)
+        if before in self._absent:
+            self._absent.discard(before)
+            self._absent.add(after)
 
     def _on_replica_retired(self, t: float, event: Record) -> None:
         self.retired[event["replica"]] = event.get("cause", "")
@@ -503,6 +529,7 @@ class RunFold:
         self._update(
             self._life(event),
             donors=_distinct(event["donors"]),
+            source=event.get("source", ""),
             bytes=event.get("bytes"),
             heal_s=event.get("duration_s"),
         )

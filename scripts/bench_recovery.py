@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import time
@@ -18,6 +19,7 @@ from scripts.command_line import CONFIG, CONTEXT, FAILED, FLAGS, JSON, PASSED, m
 from scripts.fault_plan import draw_plan
 from scripts.figures import recovery_figures
 from scripts.join_figures import join_figures, joins
+from scripts.namespaces import NoNamespaces, enter, loopback
 from scripts.struck_run import make_target, run_under
 
 
@@ -36,6 +38,13 @@ from scripts.struck_run import make_target, run_under
 )
 @click.option("--seed", default=0, show_default=True, help="Decides which replicas are killed, and at which steps.")
 @click.option(
+    "--mbit",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Let all processes of the run together send each other at most so many 10^6 bits a second, in a network "
+    "namespace of their own (root only). [default: as fast as the loopback is]",
+)
+@click.option(
     "--run_dir",
     type=click.Path(path_type=Path),
     help="Folder of the run. [default: outputs/bench_recovery-<time>]",
@@ -43,7 +52,14 @@ from scripts.struck_run import make_target, run_under
 @JSON
 @FLAGS
 def bench_recovery(
-    kills: int, config: str, gap_steps: int, seed: int, run_dir: Path | None, as_json: bool, flags: tuple[str, ...]
+    kills: int,
+    config: str,
+    gap_steps: int,
+    seed: int,
+    mbit: int | None,
+    run_dir: Path | None,
+    as_json: bool,
+    flags: tuple[str, ...],
 ) -> int:
     """Measures recoveries in one run: ranks of different replicas are killed with SIGKILL, one after the other, and
     come back with the state of a peer. Everything is read from events.jsonl and metrics.jsonl of the run.
@@ -63,6 +79,8 @@ def bench_recovery(
     survivor_step_ratio           a survivor's median inner step while a transfer goes on, to that of the
                                   50 logged steps before; null if no transfer was so long that a step
                                   began and ended in it
+    survivor_step_ratios          how many it is the median of, one for each such survivor of each transfer
+    survivor_touched_step_ratio   the same, of all steps that lie partly in a transfer or contain it
     joiner_steps_before_sync      inner steps that a joiner had trained for its first commit (median, least)
     intervals_skipped             outer steps that others agreed upon once a joiner had its state, and
                                   committed before it committed any, over all joiners: must be 0
@@ -75,8 +93,12 @@ def bench_recovery(
     FLAGS are further flags of `elastic-train run`. The script itself decides training.steps, debug.seed and
     faults.at. Nothing else should use the machine meanwhile.
 
+    On one machine the state of the tiny model is there within a step. To see what a transfer does to the others' steps,
+    take a larger model, little to compute and a slower network, for about ten steps in each transfer: --mbit 800 --
+    --model.flavor debugmodel --training.seq_len 16 --training.local_batch_size 1 --diloco.sync_every 50.
+
     With --json the last line has these figures, and: kills, recovered, recoveries and joins (each by itself), config,
-    flags, note, failed (why the figures cannot be trusted, empty if they can), run_dir.
+    flags, mbit, note, failed (why the figures cannot be trusted, empty if they can), run_dir.
 
     Exit code 0: measured; 1: the run failed; 2: wrong use; 130: interrupted.
     """
@@ -90,7 +112,14 @@ def bench_recovery(
     )
     click.echo(f"{plan.steps} steps with {kills} kills: {' '.join(map(str, plan.faults))}", err=True)
     folder = run_dir or Path("outputs") / time.strftime("bench_recovery-%Y%m%d-%H%M%S")
-    outcome = run_under(plan, target, folder, seed=seed)
+    with contextlib.ExitStack() as stack:
+        if mbit is not None:
+            try:
+                # This process goes there with all that it starts, and stays.
+                enter(stack.enter_context(loopback(mbit)))
+            except NoNamespaces as error:
+                raise click.UsageError(f"--mbit: {error}") from error
+        outcome = run_under(plan, target, folder, seed=seed)
     found = joins(read_all(folder / "events.jsonl"), read_all(folder / "metrics.jsonl"))
     figures = {
         "kills": kills,
@@ -101,6 +130,7 @@ def bench_recovery(
         "joins": [asdict(join) for join in found],
         "config": Path(config).name,
         "flags": list(flags),
+        "mbit": mbit,
         "note": target.note,
         "failed": [*outcome.reasons, *(f"{fault}: its replica came too late" for fault in outcome.unfinished)],
         "run_dir": str(folder),
@@ -135,6 +165,8 @@ def _show(figures: Mapping[str, Any]) -> None:
     click.echo(f"donors of each transfer: {' '.join(map(str, figures['donors'])) or '-'}")
     during = "too short for a step" if ratio is None else f"{ratio:.2f} times as long as before"
     click.echo(f"inner steps of the others during a transfer: {during}")
+    if (touched := figures["survivor_touched_step_ratio"]) is not None:
+        click.echo(f"those that a transfer lies in, or has a part of: {touched:.2f} times as long as before")
     for reason in figures["failed"]:
         click.echo(f"not to be trusted: {reason}")
     click.echo(f"run: {figures['run_dir']}")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 MIB = 1 << 20
 
-COLD = ("raw", "ours", "http")
+COLD = ("raw", "ours", "process_group", "http")
 """What is compared, into memory that is new to the joiner."""
 WARM = ("warm_raw", "warm_ours")
 """The same, into memory that it has used before."""
@@ -73,8 +73,10 @@ def bench_transfer(mib: int, rounds: int, streams: int, link_mib: int, link_mbit
     gb_s            PeerServer and PeerClient, checksums made and checked in each transfer (10^9 bytes a second, from
                     the median time)
     raw_gb_s        plain sockets, as many as ours, that check nothing: sendall from the tensors, recv_into the tensors
+    process_group_gb_s
+                    ours with the bytes by process groups of gloo, as with peer_ckpt.transport = "process_group"
     http_gb_s       torchft's transport, in one piece, as by default
-    ratio           gb_s / raw_gb_s; http_ratio: gb_s / http_gb_s
+    ratio           gb_s / raw_gb_s; process_group_ratio: process_group_gb_s / raw_gb_s; http_ratio: gb_s / http_gb_s
     warm_gb_s       gb_s and raw_gb_s where the joiner has used its memory before. In a run it has not: it is a new
     warm_raw_gb_s   process, as in the other figures, and often its memory takes longer to get than its state.
     warm_ratio
@@ -193,6 +195,8 @@ def wire_figures(transfers: Mapping[str, Sequence[TimedTransfer]]) -> dict[str, 
         "gb_s": speeds["ours"],
         "raw_gb_s": speeds["raw"],
         "ratio": ratio(speeds["ours"], speeds["raw"]),
+        "process_group_gb_s": speeds["process_group"],
+        "process_group_ratio": ratio(speeds["process_group"], speeds["raw"]),
         "http_gb_s": speeds["http"],
         "http_ratio": ratio(speeds["ours"], speeds["http"]),
         "warm_gb_s": speeds["warm_ours"],
@@ -255,6 +259,9 @@ def _show(figures: Mapping[str, Any]) -> None:
         table.add_column(name, justify="right" if name else "left")
     table.add_row("raw sockets", *_cells(figures["raw_gb_s"], None, figures["warm_raw_gb_s"], None))
     table.add_row("peer_ckpt", *_cells(figures["gb_s"], figures["ratio"], figures["warm_gb_s"], figures["warm_ratio"]))
+    table.add_row(
+        "by process groups", *_cells(figures["process_group_gb_s"], figures["process_group_ratio"], None, None)
+    )
     http_of_raw = ratio(figures["http_gb_s"], figures["raw_gb_s"])
     table.add_row("torchft's HTTP", *_cells(figures["http_gb_s"], http_of_raw, None, None))
     show_table(table)

@@ -20,7 +20,7 @@ from scripts.command_line import CONTEXT, FAILED, JSON, PASSED, WRONG_USE, main,
 if TYPE_CHECKING:
     import torch
 
-CHECKS = ("codecs", "reduce_gloo", "reduce_nccl", "publication", "transfer")
+CHECKS = ("codecs", "reduce_gloo", "reduce_nccl", "publication", "transfer", "channel")
 """In their order, the simplest first."""
 
 
@@ -51,6 +51,8 @@ def check_device(mib: int, only: tuple[str, ...], as_json: bool) -> int:
                  computes next, into page-locked memory
     transfer     a snapshot of the accelerator's tensors, fetched by a peer and taken over by its tensors, has the
                  same hash
+    channel      a state of the accelerator that is fetched by process groups arrives as it was: by NCCL's (or RCCL's)
+                 if there are two accelerators, by gloo's through the host if there is one; library says which
 
     With --json the last line has: device, kind (cuda, rocm), torch, mib, checks (name -> ok, seconds, and figures or
     error), failed (names).
@@ -78,6 +80,7 @@ def check_device(mib: int, only: tuple[str, ...], as_json: bool) -> int:
         "reduce_nccl": lambda: device_checks.check_reduce_nccl(place),
         "publication": lambda: device_checks.check_publication(place),
         "transfer": lambda: device_checks.check_transfer(place, mib << 20),
+        "channel": lambda: device_checks.check_channel(place, mib << 20),
     }
     results = {name: run_check(checks[name], place) for name in only or CHECKS}
     figures = {

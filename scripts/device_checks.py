@@ -22,6 +22,7 @@ from elastic_train.diloco.publication import INNER, OUTER, Publication, whole_ha
 from elastic_train.diloco.reduce import Feedback, Reducer
 from elastic_train.diloco.trainee import Trainee
 from elastic_train.diloco.wire import Wire
+from elastic_train.peer_ckpt.channel import Channels, library_of
 from elastic_train.peer_ckpt.client import Donor, PeerClient
 from elastic_train.peer_ckpt.server import PeerServer
 from elastic_train.peer_ckpt.shards import load_tensors
@@ -203,6 +204,37 @@ def check_transfer(device: torch.device, size: int) -> dict[str, Any]:
         "shown_s": round(shown_s, 3),
         "fetched_gb_s": round(moved / 1e9 / fetched_s, 3),
         "loaded_s": round(loaded_s, 3),
+    }
+
+
+def check_channel(device: torch.device, size: int) -> dict[str, Any]:
+    """A state of ``size`` bytes of ``device``, fetched over channels and put on the accelerator of the joiner.
+
+    The channels are NCCL's (or RCCL's) if there is an accelerator for each side. Two members of its groups cannot share
+    one: then they are gloo's, with the host between the two sides.
+
+    Raises:
+        CheckFailed: something did not come over a channel, or the joiner has other numbers than the donor.
+    """
+    others = torch.cuda.device_count() if device.type == "cuda" else 1
+    joins_at = device if others == 1 else torch.device(device.type, others - 1)
+    given = torch.rand(max(size // 4, 1), device=device)
+    at_donor, at_joiner = (device, joins_at) if device != joins_at else (_CPU, _CPU)
+    server = PeerServer(_HOST, _TOKEN, lambda attempt, dead: {}, channels=Channels(_HOST, at_donor))
+    with contextlib.closing(server):
+        server.publish(Snapshot({"outer_step": 1}, {OUTER: {"given": given.cpu()}}))
+        began = time.perf_counter()
+        fetched = PeerClient(_TOKEN, channel_device=at_joiner).fetch(
+            [Donor(slot=0, incarnation=1, address=server.address)], (OUTER,), want=1, timeout_s=_TIMEOUT_S
+        )
+        fetched_s = time.perf_counter() - began
+    if fetched.by_channel != given.nbytes:
+        raise CheckFailed(f"{fetched.by_channel} of {given.nbytes} bytes came over channels")
+    _same(fetched.snapshot.sections[OUTER]["given"].to(joins_at), given, "what came over channels")
+    return {
+        "library": library_of(at_joiner),
+        "accelerators": others,
+        "fetched_gb_s": round(given.nbytes / 1e9 / fetched_s, 3),
     }
 
 

@@ -27,7 +27,7 @@ class Join:
     incarnation: int
     heal_s: float
     donors: int
-    """Slots that gave bytes of the state."""
+    """Slots that gave bytes of the state; 0 where it came from the memory of its own host."""
     steps_before_sync: int | None
     """Inner steps whose tokens are in its first commit; None if it had none."""
     intervals_skipped: int
@@ -37,6 +37,8 @@ class Join:
     wait was shorter than that."""
     step_ratios: tuple[float, ...] = ()
     """For each survivor that made a whole step during the transfer: its median step then, to that before."""
+    touched_step_ratios: tuple[float, ...] = ()
+    """The same for the steps that lie partly or wholly in the transfer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,11 +70,8 @@ def joins(events: Iterable[Record], metrics: Iterable[Record]) -> list[Join]:
     def join(life: Life, heal: Record) -> Join:
         entry = entries.get(life)
         began = _first(lives[life], "heal_started")
-        ratios = [
-            _step_ratio(theirs, began["t"] if began else heal["t"] - heal["duration_s"], heal["t"])
-            for other, theirs in paces.items()
-            if other[0] != life[0]
-        ]
+        start = began["t"] if began else heal["t"] - heal["duration_s"]
+        ratios = [_step_ratios(theirs, start, heal["t"]) for other, theirs in paces.items() if other[0] != life[0]]
         return Join(
             replica=life[0],
             incarnation=life[1],
@@ -81,7 +80,8 @@ def joins(events: Iterable[Record], metrics: Iterable[Record]) -> list[Join]:
             steps_before_sync=_steps(entry, chain.from_iterable(paces.values())),
             intervals_skipped=_skipped(heal, entry, commits, until=_end(lives[life])),
             wait_beyond_step_s=_beyond_step(_survivors(entry, commits, entries), paces.get(life, [])),
-            step_ratios=tuple(ratio for ratio in ratios if ratio is not None),
+            step_ratios=tuple(whole for whole, _ in ratios if whole is not None),
+            touched_step_ratios=tuple(touched for _, touched in ratios if touched is not None),
         )
 
     return [join(life, heal) for life, heal in sorted(heals.items(), key=lambda item: float(item[1]["t"]))]
@@ -91,6 +91,7 @@ def join_figures(found: Sequence[Join]) -> dict[str, Any]:
     """The figures over all joins; None where no join had any."""
     steps = [join.steps_before_sync for join in found if join.steps_before_sync is not None]
     ratios = [ratio for join in found for ratio in join.step_ratios]
+    touched = [ratio for join in found for ratio in join.touched_step_ratios]
     return {
         "joiner_steps_before_sync": {
             "median": statistics.median(steps) if steps else None,
@@ -99,6 +100,8 @@ def join_figures(found: Sequence[Join]) -> dict[str, Any]:
         "intervals_skipped": sum(join.intervals_skipped for join in found),
         "survivor_join_wait_beyond_step_s": asdict(spread(join.wait_beyond_step_s for join in found)),
         "survivor_step_ratio": round(statistics.median(ratios), 3) if ratios else None,
+        "survivor_step_ratios": len(ratios),
+        "survivor_touched_step_ratio": round(statistics.median(touched), 3) if touched else None,
         "donors": [join.donors for join in found],
         "heal_s": asdict(spread(join.heal_s for join in found)),
     }
@@ -147,11 +150,17 @@ def _beyond_step(survivors: Sequence[Record], own: Sequence[Pace]) -> float | No
     return round(max(float(commit["wait_s"]) for commit in survivors) - step_s, 4)
 
 
-def _step_ratio(paces: Sequence[Pace], began: float, ended: float) -> float | None:
-    """How much slower a survivor was from ``began`` to ``ended``; None if it made no whole step in that time."""
-    during = [pace.step_s for pace in paces if pace.began >= began and pace.ended <= ended]
+def _step_ratios(paces: Sequence[Pace], began: float, ended: float) -> tuple[float | None, float | None]:
+    """How much slower a survivor was from ``began`` to ``ended``: by the steps that lie in that time, and by all that
+    it has a part of. None where there is no such step, or none before."""
     before = [pace.step_s for pace in paces if pace.ended <= began][-STEPS_BEFORE:]
-    return round(statistics.median(during) / statistics.median(before), 3) if during and before else None
+    whole = [pace.step_s for pace in paces if pace.began >= began and pace.ended <= ended]
+    touched = [pace.step_s for pace in paces if pace.ended > began and pace.began < ended]
+
+    def ratio(steps: Sequence[float]) -> float | None:
+        return round(statistics.median(steps) / statistics.median(before), 3) if steps and before else None
+
+    return ratio(whole), ratio(touched)
 
 
 def _paces(records: Sequence[Record]) -> list[Pace]:

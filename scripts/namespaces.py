@@ -61,21 +61,31 @@ def star(links: int, mbit: int) -> Iterator[Star]:
     """
     if os.geteuid() != 0:
         raise NoNamespaces("only root can make network namespaces")
-    run = f"{PREFIX}{os.getpid()}-{secrets.token_hex(3)}"
+    run = _new_name()
     middle = f"{run}-middle"
     ends = tuple(Node(name=f"{run}-{index}", host=f"10.77.{index}.2") for index in range(links))
-    made: list[str] = []
-    try:
-        for name in (middle, *(end.name for end in ends)):
-            _command("ip", "netns", "add", name)
-            made.append(name)
-            _command("ip", "-n", name, "link", "set", "lo", "up")
+    with _namespaces(middle, *(end.name for end in ends)):
         for index, end in enumerate(ends):
             _connect(middle, f"10.77.{index}.1", end, f"link{index}", mbit)
         yield Star(middle=middle, ends=ends)
-    finally:
-        for name in made:
-            subprocess.run(("ip", "netns", "del", name), check=False, capture_output=True, timeout=_COMMAND_S)
+
+
+@contextmanager
+def loopback(mbit: int) -> Iterator[str]:
+    """A namespace that has only a loopback, of a given speed, until the end of the context. As in :func:`star`.
+
+    Args:
+        mbit: what all processes in it send each other together, in 10^6 bits a second.
+
+    Raises:
+        NoNamespaces: it cannot be made; nothing of it is left.
+    """
+    if os.geteuid() != 0:
+        raise NoNamespaces("only root can make network namespaces")
+    name = _new_name()
+    with _namespaces(name):
+        _shape(name, "lo", mbit)
+        yield name
 
 
 def enter(name: str) -> None:
@@ -94,6 +104,24 @@ def enter(name: str) -> None:
         os.close(namespace)
 
 
+def _new_name() -> str:
+    return f"{PREFIX}{os.getpid()}-{secrets.token_hex(3)}"
+
+
+@contextmanager
+def _namespaces(*names: str) -> Iterator[None]:
+    made: list[str] = []
+    try:
+        for name in names:
+            _command("ip", "netns", "add", name)
+            made.append(name)
+            _command("ip", "-n", name, "link", "set", "lo", "up")
+        yield
+    finally:
+        for name in made:
+            subprocess.run(("ip", "netns", "del", name), check=False, capture_output=True, timeout=_COMMAND_S)
+
+
 def _connect(middle: str, host: str, end: Node, device: str, mbit: int) -> None:
     assert len(device) <= _DEVICE_LIMIT
     # Made where they belong, so that nothing of them was ever among the machine's own devices.
@@ -101,9 +129,14 @@ def _connect(middle: str, host: str, end: Node, device: str, mbit: int) -> None:
     for name, address in ((middle, host), (end.name, end.host)):
         _command("ip", "-n", name, "address", "add", f"{address}/24", "dev", device)
         _command("ip", "-n", name, "link", "set", device, "up")
+    _shape(end.name, device, mbit)
+
+
+def _shape(name: str, device: str, mbit: int) -> None:
+    """Bound what a device of a namespace sends."""
     burst = max(round(mbit * 1e6 / 8 * _BURST_S), 128 << 10)
     shape = ("tbf", "rate", f"{mbit}mbit", "burst", str(burst), "latency", _QUEUE)
-    _command("tc", "-n", end.name, "qdisc", "add", "dev", device, "root", *shape)
+    _command("tc", "-n", name, "qdisc", "add", "dev", device, "root", *shape)
 
 
 def _command(*words: str) -> None:

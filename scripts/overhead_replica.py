@@ -147,6 +147,7 @@ class _Stage:
         from elastic_train.replica.faults import FaultPlan
         from elastic_train.replica.membership import make_group
         from elastic_train.replica.outer.stock import make_stock_engine
+        from elastic_train.replica.notice import Notice
         from elastic_train.replica.rank import Incarnation, SegmentPaths, beacon_path
         from elastic_train.replica.titan import fixes
         from elastic_train.replica.trainer import ElasticTrainer
@@ -172,6 +173,7 @@ class _Stage:
             metrics=LineFile(paths.metrics),
             beacon=Beacon(beacon_path(folder, slot, 0, 0)),
             faults=FaultPlan((), replica=slot, rank=0, announce=lambda spec: None, supervisor_pid=0),
+            notice=Notice(),
         )
         ours = self._trainer.engine
         self._trainer.incarnation = replace(incarnation, lighthouse=lighthouses[1])

@@ -16,6 +16,7 @@ from rich.table import Table
 from elastic_train.config import ConfigError, digest
 from elastic_train.config.faults import check_kind
 from scripts.command_line import CONFIG, CONTEXT, FAILED, FLAGS, INTERRUPTED, JSON, PASSED, main, seconds, show_table
+from scripts.durable_plan import TROUBLES as DURABLE_TROUBLES
 from scripts.fault_plan import draw_plan
 from scripts.stress_results import OtherSettings, Result, Results, summarize
 from scripts.struck_run import Target, make_target, run_under
@@ -123,13 +124,21 @@ class NameList(click.ParamType[tuple[str, ...]]):
     help=f"Strike transfers of a state alone instead of runs: {', '.join(TROUBLES)}; or {ALL}.",
 )
 @click.option(
+    "--durable",
+    type=NameList("troubles", (ALL, *DURABLE_TROUBLES)),
+    default=(),
+    metavar="TROUBLE,...",
+    help="Strike writers of durable snapshots alone instead of runs, by the part of the write in which they die or by "
+    f"what befalls the newest snapshot afterwards: {', '.join(DURABLE_TROUBLES)}; or {ALL}.",
+)
+@click.option(
     "--repeat",
     "repeats",
     default=50,
     show_default=True,
     type=click.IntRange(min=1),
     metavar="N",
-    help="With --worlds or --transfers: how many of each family or trouble, one a seed.",
+    help="With --worlds, --transfers or --durable: how many of each family or trouble, one a seed.",
 )
 @JSON
 @FLAGS
@@ -144,6 +153,7 @@ def stress(
     keep: bool,
     worlds: tuple[str, ...],
     transfers: tuple[str, ...],
+    durable: tuple[str, ...],
     repeats: int,
     as_json: bool,
     flags: tuple[str, ...],
@@ -175,16 +185,27 @@ def stress(
     that says so; if no joiner gives up a donor that nothing has struck; and if no process and no thread is left
     behind. Only --first_seed, --repeat, --out and --json apply; results are written to OUT/transfers.jsonl.
 
+    With --durable two ranks write snapshots of a small sharded state, and one of them is killed with SIGKILL at a file
+    operation, or once so much of its tensors is written, as it is drawn from the seed; the other one is ended a moment
+    later, as its supervisor would. The same or another replica writes on in the same folder. A trial passes if after
+    each of these a run that resumes would go on from the newest snapshot that is in its place, exactly as it was
+    written, or from the one before if that was damaged, and nothing half written is left at the end. Only
+    --first_seed, --repeat, --out, --keep and --json apply; results are written to OUT/durable.jsonl. The last line
+    counts for each trouble also in which part of a write the writers died.
+
     Exit code 0: all passed; 1: one failed; 2: wrong use; 130: interrupted.
     """
     folder = out or Path("outputs") / time.strftime("stress-%Y%m%d-%H%M%S")
-    if worlds and transfers:
-        raise click.UsageError("--worlds and --transfers are two tests: ask for one of them")
+    if (bool(worlds), bool(transfers), bool(durable)).count(True) > 1:
+        raise click.UsageError("--worlds, --transfers and --durable are tests of their own: ask for one of them")
     if worlds:
         return _stress_worlds(worlds, range(first_seed, first_seed + repeats), folder, keep=keep, as_json=as_json)
     if transfers:
         troubles = tuple(TROUBLES) if ALL in transfers else transfers
         return _stress_transfers(troubles, range(first_seed, first_seed + repeats), folder, as_json=as_json)
+    if durable:
+        troubles = tuple(DURABLE_TROUBLES) if ALL in durable else durable
+        return _stress_durable(troubles, range(first_seed, first_seed + repeats), folder, keep=keep, as_json=as_json)
     shape = () if replicas is None else ("--orchestrator.replicas", str(replicas))
     target = make_target(config, [*_SOON_SILENT, *shape, *flags])
     if target.replicas < 2:
@@ -252,6 +273,16 @@ def _stress_transfers(troubles: Sequence[str], seeds: Sequence[int], folder: Pat
     from scripts import transfer_trials as transfers
 
     trials, interrupted = repeat(troubles, seeds, folder / transfers.RESULTS, make=transfers.make, tell=_tell_trial)
+    return _conclude(trials, "troubles", "trials", folder, interrupted=interrupted, as_json=as_json)
+
+
+def _stress_durable(troubles: Sequence[str], seeds: Sequence[int], folder: Path, *, keep: bool, as_json: bool) -> int:
+    from scripts import durable_trials
+
+    def make(trouble: str, seed: int) -> Trial:
+        return durable_trials.make(trouble, seed, folder, keep=keep)
+
+    trials, interrupted = repeat(troubles, seeds, folder / durable_trials.RESULTS, make=make, tell=_tell_trial)
     return _conclude(trials, "troubles", "trials", folder, interrupted=interrupted, as_json=as_json)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
 import secrets
 import signal
 import socket
@@ -27,15 +28,17 @@ from typing import Any
 
 import torch
 
+from elastic_train.peer_ckpt.channel import Channels
 from elastic_train.peer_ckpt.client import Donor, PeerClient
 from elastic_train.peer_ckpt.http import MeteredHTTPTransport
 from elastic_train.peer_ckpt.server import PeerServer
 from elastic_train.peer_ckpt.shards import combine, hash_tensors, raw_bytes
+from elastic_train.peer_ckpt.shared_memory import SharedMemory
 from elastic_train.peer_ckpt.snapshot import Snapshot
 from scripts import children
 from scripts.namespaces import enter
 
-RAW, OURS, HTTP = "raw", "ours", "http"
+RAW, OURS, GROUP, HTTP = "raw", "ours", "process_group", "http"
 
 PARAMETERS = 32
 """Parameters that the state belongs to: as many tensors of each kind."""
@@ -45,6 +48,7 @@ OUTER, INNER = "outer", "inner"
 _KINDS = {OUTER: ("anchor", "momentum"), INNER: ("exp_avg", "exp_avg_sq")}
 _TENSORS = 4 * PARAMETERS
 _LOOPBACK = "127.0.0.1"
+_CPU = torch.device("cpu")
 _JOINER = 100
 _SILENCE_S = 60.0
 _ANSWER_S = 900.0
@@ -72,7 +76,8 @@ class Way:
     """How a state is transferred."""
 
     wire: str
-    """RAW: plain sockets that check nothing; OURS: PeerServer and PeerClient; HTTP: torchft's transport."""
+    """RAW: plain sockets that check nothing; OURS: PeerServer and PeerClient; GROUP: the same, the bytes by process
+    groups of gloo; HTTP: torchft's transport."""
     warm: bool = False
     """The joiner has used the memory that it receives into before. Not with HTTP, which takes its own."""
 
@@ -282,15 +287,19 @@ def _listed(state: Mapping[str, Mapping[str, torch.Tensor]]) -> list[torch.Tenso
 
 
 class _Giver:
-    """A donor: the state, and the three wires that it can be had by."""
+    """A donor: the state, and the wires that it can be had by."""
 
     def __init__(self, host: str, token: str, numel: int, streams: int) -> None:
         self._host = host
         self._streams = streams
         generator = torch.Generator().manual_seed(0)
-        self._state = make_state(numel, lambda numel: torch.rand(numel, generator=generator))
+        # As a rank has it: in a file that its supervisor made.
+        memory = SharedMemory(f"/proc/self/fd/{os.memfd_create('state')}")
+        self._state = make_state(
+            numel, lambda numel: memory.allocate((numel,), torch.float32).uniform_(generator=generator)
+        )
         self._hash = state_hash(self._state)
-        self._server = PeerServer(host, token, lambda attempt, dead: {})
+        self._server = PeerServer(host, token, lambda attempt, dead: {}, memory=memory, channels=Channels(host, _CPU))
         self._http = _http_end(host)
         self._raw: RawServer | None = None
 
@@ -343,7 +352,7 @@ def _fetch(way: Way, token: str, numel: int, streams: int, turn: int, offers: Se
         state = transport.recv_checkpoint(0, addresses[0], turn, timedelta(seconds=_ANSWER_S))
     else:
         donors = [Donor(slot=slot, incarnation=1, address=address) for slot, address in enumerate(addresses)]
-        client = PeerClient(token)
+        client = PeerClient(token, channel_device=_CPU if way.wire == GROUP else None)
         began = time.perf_counter()
         fetched = client.fetch(
             donors,
@@ -357,6 +366,8 @@ def _fetch(way: Way, token: str, numel: int, streams: int, turn: int, offers: Se
             into=memory,
         )
         state = {section: dict(tensors) for section, tensors in fetched.snapshot.sections.items()}
+        if way.wire == GROUP and fetched.by_channel != sum(fetched.donors.values()):
+            raise PeerFailed("not everything came by process groups")
         shares = tuple(fetched.donors.get(donor, 0) for donor in donors)
     seconds = time.perf_counter() - began
     size = sum(tensor.nbytes for tensor in _listed(state))
@@ -406,6 +417,8 @@ def telling(connection: Connection, namespace: str, who: str) -> Iterator[None]:
             if namespace:
                 enter(namespace)
             torch.set_num_threads(1)
+            # Gloo talks over loopback; only what needs no namespace uses it.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
             yield
         except (EOFError, BrokenPipeError):
             raise

@@ -27,8 +27,8 @@ CAUSE_OF_KIND: Mapping[str, str] = {
 BORNE_AS: Mapping[str, str] = {"nan": "non_finite", "bitflip": "diverged"}
 """Why a replica must be kept out of the average, by the kind of a fault that it gets over without a restart."""
 
-HARMLESS = frozenset({"slow"})
-"""Kinds of faults that nothing may come of."""
+HARMLESS = frozenset({"slow", "lighthouse"})
+"""Kinds of faults that nothing may come of for a replica."""
 
 
 @dataclass(frozen=True, kw_only=True)

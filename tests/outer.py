@@ -30,14 +30,14 @@ NOTHING_READ = SyncHooks(
 
 
 @contextlib.contextmanager
-def lighthouse(*, min_replicas: int = 1) -> Iterator[str]:
+def lighthouse(*, min_replicas: int = 1, heartbeat_timeout_ms: int = 1000) -> Iterator[str]:
     """A Lighthouse in this process; gives its address."""
     server = LighthouseServer(
         bind=f"{HOST}:0",
         min_replicas=min_replicas,
         join_timeout_ms=60_000,
         quorum_tick_ms=20,
-        heartbeat_timeout_ms=1000,
+        heartbeat_timeout_ms=heartbeat_timeout_ms,
     )
     try:
         yield f"http://{HOST}:{server.address().rsplit(':', 1)[1]}"

@@ -37,6 +37,11 @@ _SHORTER: tuple[tuple[str, str, str], ...] = (
         "a request for a quorum must outlast the wait for stragglers",
     ),
     (
+        "lighthouse.silence_timeout_s",
+        "diloco.quorum_timeout_s",
+        "a Lighthouse that hangs must be replaced while replicas still wait for it",
+    ),
+    (
         "diloco.connect_timeout_s",
         "diloco.quorum_timeout_s",
         "a request for a quorum includes the connection",
@@ -55,6 +60,11 @@ _SHORTER: tuple[tuple[str, str, str], ...] = (
         "recovery.hang_timeout_s",
         "lighthouse.join_timeout_ms",
         "a replica that hangs but still sends heartbeats must be ended while a quorum waits for it",
+    ),
+    (
+        "recovery.hang_timeout_s",
+        "recovery.first_step_hang_timeout_s",
+        "the first inner step is a step that also warms up and compiles",
     ),
     (
         "recovery.silence_timeout_s",
@@ -118,6 +128,13 @@ def _timeouts(config: RunConfig) -> Iterator[Problem]:
                 (shorter, longer),
                 f"{said(shorter)} must be shorter than {said(longer)}: {why}",
             )
+    evaluation, join = "recovery.evaluate_hang_timeout_s", "lighthouse.join_timeout_ms"
+    if config.validation.enable and _seconds(config, evaluation) >= _seconds(config, join):
+        yield Problem(
+            (evaluation, join),
+            f"{said(evaluation)} must be shorter than {said(join)}: a replica that hangs in an evaluation but still "
+            "sends heartbeats must be ended while a quorum waits for it",
+        )
     two_intervals = 2 * config.diloco.sync_every * config.debug.min_step_s
     if config.lighthouse.join_timeout_ms / 1000 <= two_intervals:
         yield Problem(
@@ -184,6 +201,12 @@ def _peer_ckpt(config: RunConfig) -> Iterator[Problem]:
             ("peer_ckpt.transport", "diloco.engine"),
             f'{said("peer_ckpt.transport")} is torchft\'s transport, which takes diloco.engine = "torchft": '
             'set peer_ckpt.transport = "tcp"',
+        )
+    if config.peer_ckpt.transport == "process_group" and config.peer_ckpt.tls_certificate:
+        yield Problem(
+            ("peer_ckpt.transport", "peer_ckpt.tls_certificate"),
+            f"{said('peer_ckpt.transport')} sends states by a collective library, which does not encrypt, but "
+            f'{said("peer_ckpt.tls_certificate")}: set peer_ckpt.transport = "tcp", or leave out peer_ckpt.tls_*',
         )
     files = ("peer_ckpt.tls_certificate", "peer_ckpt.tls_key", "peer_ckpt.tls_authority")
     missing = [key for key in files if not value_of(config, key)]

@@ -22,9 +22,10 @@ KINDS: tuple[str, ...] = (
     "bitflip",
     "slow",
     "replica_actor",
+    "lighthouse",
 )
 # Part of the grammar, so a file may name them one day; nothing injects them today.
-_NOT_YET: frozenset[str] = frozenset({"lighthouse", "host"})
+_NOT_YET: frozenset[str] = frozenset({"host"})
 
 _FORM = re.compile(r"(?P<replica>\d+)\.(?P<rank>\d+)@(?P<step>\d+)(?:/(?P<point>\w+))?:(?P<kind>\w+)", re.ASCII)
 

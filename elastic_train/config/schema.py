@@ -55,6 +55,10 @@ class OrchestratorConfig:
     finish_timeout_s: Positive = 60.0
     """How long the others get once the first replica has trained to the end."""
 
+    drain_timeout_s: NonNegative = 60.0
+    """How long an interrupted run trains on to its next sync, before what was trained since the last one is given up
+    and the state of that one is written."""
+
 
 @section
 class LighthouseConfig:
@@ -81,6 +85,14 @@ class LighthouseConfig:
 
     quorum_tick_ms: PositiveInt = 100
     """How often the Lighthouse looks whether a quorum is ready."""
+
+    silence_timeout_s: Positive = 10.0
+    """How long our Lighthouse, or the registry, may leave questions unanswered before its process counts as hanging, and
+    is ended and started again."""
+
+    restarts: Count = 5
+    """How often the process of our Lighthouse and the registry is started again at its address before the run ends.
+    recovery.forgive_after_s without a loss takes one off the count, and recovery.backoff_* give the pauses."""
 
 
 @section
@@ -147,7 +159,8 @@ class DilocoConfig:
     """Bound on connecting to the Lighthouse or to a peer's manager."""
 
     quorum_retries: Count = 36000
-    """How often a failed request to the Lighthouse is repeated, as while it is restarted."""
+    """How often engine = "torchft" repeats a request to the Lighthouse that failed, as while it is restarted; our own
+    engine repeats it for as long as diloco.quorum_timeout_s allows."""
 
     manager_port: Port = 0
     """Port of each replica's torchft manager; 0: any that is free."""
@@ -160,8 +173,10 @@ class DilocoConfig:
 class PeerCkptConfig:
     """How a returning replica gets its state from a living one."""
 
-    transport: Literal["tcp", "http"] = "tcp"
-    """What carries the state: our own wire, or torchft's, which ``diloco.engine = "torchft"`` uses and no other."""
+    transport: Literal["tcp", "process_group", "http"] = "tcp"
+    """What carries the state: our own wire; the same with the bytes in process groups of the collective library that
+    ``diloco.backend`` comes to, which may use RDMA and does not encrypt; or torchft's, which
+    ``diloco.engine = "torchft"`` uses and no other."""
 
     timeout_s: Positive = 300.0
     """Bound on receiving the whole state."""
@@ -178,6 +193,11 @@ class PeerCkptConfig:
     snapshots: PositiveInt = 2
     """Outer steps that a rank can be asked for at the same time, 1 or 2: with 1 a joiner must have the moments of the
     inner optimizer within one interval, with 2 within two. Each costs the host memory of those moments."""
+
+    shared_memory: bool = True
+    """Let a rank's host copies outlive its process in memory that its supervisor holds: if no peer has a newer outer
+    step, the next incarnation on that host takes its state from there and not over the network. So the memory of a
+    process that has ended is free again only when the next one has its state."""
 
     http_chunks: Count = 0
     """Parts in which torchft's transport fetches the state at the same time; 0: in one piece."""
@@ -206,6 +226,10 @@ class RecoveryConfig:
     reallocations: Count = 2
     """New allocations before the replica is given up; with the local scheduler they are on the same host."""
 
+    restores: Count = 3
+    """How often all replicas may go back to the last durable snapshot together, once none of them holds the state any
+    more; 0: the run then ends. Healthy running takes one off the count only once there is a newer snapshot."""
+
     forgive_after_s: Positive = 60.0
     """Seconds of healthy running that take one failure off the count."""
 
@@ -226,15 +250,28 @@ class RecoveryConfig:
     host memory (about 0.6 GiB for each rank) and none of an accelerator."""
 
     hang_timeout_s: Positive = 90.0
-    """A rank that needs longer than this for an inner step (with an evaluation, if one is due), for the data
-    phase of a sync or for writing a snapshot counts as hanging and is ended."""
+    """A rank that needs longer than this for an inner step, or for one operation of a sync, counts as hanging: where its
+    threads stand is written down, and its replica is restarted."""
 
     start_hang_timeout_s: Positive = 600.0
-    """The same from the start of a process to the end of its first inner step."""
+    """The same for a rank's start: imports, model and data, and in a joiner receiving its state."""
+
+    first_step_hang_timeout_s: Positive = 600.0
+    """The same for the first inner step of a process, which compiles the model if compile.enable."""
+
+    evaluate_hang_timeout_s: Positive = 300.0
+    """The same for an evaluation."""
+
+    save_hang_timeout_s: Positive = 600.0
+    """The same for a durable snapshot: its copy to the host, and at the end of a run also writing it."""
 
     silence_timeout_s: Positive = 15.0
-    """A process whose heartbeat thread is silent for so long is stopped or holds the interpreter's lock, and is ended;
-    until its first inner step is done it gets four times as long."""
+    """A process whose heartbeat thread is silent for so long is stopped or holds the interpreter's lock, and counts as
+    hanging whatever it is doing; until its first inner step is done it gets four times as long."""
+
+    preemption_grace_s: NonNegative = 20.0
+    """How long a replica trains on to its next sync after a process of it was told by SIGTERM that its host is about to
+    be taken away; if the sync is farther off, it ends at once. Must be shorter than the scheduler's own grace."""
 
     stop_timeout_s: Positive = 10.0
     """How long a process gets to end by itself before it is killed."""

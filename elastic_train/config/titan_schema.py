@@ -609,7 +609,7 @@ class ValidationConfig:
     """Evaluation on held-out data in the course of training."""
 
     enable: bool = False
-    """Evaluate at all. An evaluation is part of an inner step, so it must end within recovery.hang_timeout_s."""
+    """Evaluate at all. An evaluation must end within recovery.evaluate_hang_timeout_s."""
 
     dataset: Name = "c4_validation"
     """What to evaluate on; the same names as training.dataset."""

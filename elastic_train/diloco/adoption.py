@@ -9,6 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 
 from elastic_train.diloco.control import ControlGroup
 from elastic_train.diloco.engine import NoPeerState, Sync, SyncKind
@@ -17,15 +18,17 @@ from elastic_train.diloco.interval import Interval
 from elastic_train.diloco.ledger import Ledger, parts_of
 from elastic_train.diloco.peers import NO_OFFER, Offer, Peers, by_slot
 from elastic_train.diloco.publication import INNER, OUTER, Publication, whole_hash
-from elastic_train.diloco.trainee import SyncJournal, Trainee
+from elastic_train.diloco.trainee import Source, SyncJournal, Trainee
 from elastic_train.peer_ckpt.client import Fetched, TransferFailed, Unwanted
+from elastic_train.peer_ckpt.remains import Remains
 from elastic_train.peer_ckpt.roll import Member
-from elastic_train.peer_ckpt.shards import combine
+from elastic_train.peer_ckpt.shards import combine, hash_tensors
 from elastic_train.peer_ckpt.snapshot import Snapshot
 
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.2
+_NOBODY = -1
 
 
 class Adoption:
@@ -42,10 +45,12 @@ class Adoption:
         trainee: Trainee,
         journal: SyncJournal,
         timeout_s: float,
+        remains: Remains | None = None,
     ) -> None:
         """
         Args:
             timeout_s: bound on one transfer, and on the search for a peer that gives its state.
+            remains: what an earlier incarnation of this rank has left. It is looked at once, in the first heal.
         """
         self._control = control
         self._peers = peers
@@ -55,6 +60,9 @@ class Adoption:
         self._trainee = trainee
         self._journal = journal
         self._timeout_s = timeout_s
+        self._remains = remains
+        self._has_looked = False
+        """Whether the remains were looked at, on all ranks or on none."""
         self._pause = threading.Event()
         self._failed: set[Member] = set()
         """Donors whose state could not be used in the present search."""
@@ -127,22 +135,81 @@ class Adoption:
         """Take everything; None if it did not arrive whole on all ranks."""
         self._journal.heal_started([slot for slot, _ in offer.donors], offer.outer_step)
         began = time.monotonic()
-        fetched = self._pull(offer, [INNER, OUTER])
-        if fetched is None:
-            return None
-        snapshot = fetched.snapshot
+        found = self._remember(offer)
+        if found is not None:
+            whole = self._take(found.snapshot)
+            self._give_back_remains()
+            self._peers.released()
+            self._journal.heal_finished(
+                found.witness,
+                {found.witness: 0},
+                offer.outer_step,
+                time.monotonic() - began,
+                whole,
+                Source.MEMORY,
+            )
+        else:
+            # A transfer needs memory of its own.
+            self._give_back_remains()
+            fetched = self._pull(offer, [INNER, OUTER])
+            if fetched is None:
+                return None
+            whole = self._take(fetched.snapshot)
+            self._peers.taken(fetched)
+            self._journal.heal_finished(
+                fetched.primary.slot, by_slot(fetched.donors), offer.outer_step, time.monotonic() - began, whole
+            )
+        self._interval.settle_all()
+        self._interval.begin(offer.outer_step)
+        return Sync(kind=SyncKind.HEALED, outer_step=offer.outer_step)
+
+    def _take(self, snapshot: Snapshot) -> int:
+        """Put everything of a snapshot in place; the hash of what is there now.
+
+        Raises:
+            NoPeerState: that is not what the snapshot had.
+        """
         self._put_in_place(snapshot, carried=())
         self._trainee.take(snapshot)
         whole = whole_hash(self._ledger.rank_hash, self._trainee.moments())
         if whole != snapshot.header["whole_hash"]:
             raise NoPeerState("the state in place differs from the donor's: it was damaged on the way")
-        self._interval.settle_all()
-        self._interval.begin(offer.outer_step)
-        self._peers.taken(fetched)
-        self._journal.heal_finished(
-            fetched.primary.slot, by_slot(fetched.donors), offer.outer_step, time.monotonic() - began, whole
-        )
-        return Sync(kind=SyncKind.HEALED, outer_step=offer.outer_step)
+        return whole
+
+    # -- what an earlier incarnation has left ------------------------------------------------------------------------
+
+    def _remember(self, offer: Offer) -> _Found | None:
+        """The state that is offered, as this replica's own earlier incarnation left it on this host: if all ranks have
+        their part, a donor says itself that it is still at that state, and all parts are what their hashes say."""
+        if self._has_looked:
+            return None
+        self._has_looked = True
+        snapshot = None
+        if self._remains is not None:
+            snapshot = self._remains.find(offer.outer_step, offer.state_hash)
+        if not self._control.all(snapshot is not None):
+            return None
+        assert snapshot is not None
+        self._trainee.alive()
+        witness = self._peers.confirms(offer) if self._control.rank == 0 else None
+        witness_slot = self._control.word([witness[0] if witness is not None else _NOBODY]).heard()[0]
+        if witness_slot == _NOBODY:
+            logger.info("no peer is at outer step %d any more, which this host's memory has", offer.outer_step)
+            return None
+        rank_hash = _proved(snapshot, len(self._ledger.fragments))
+        self._trainee.alive()
+        rows = self._control.gather([int(rank_hash is not None), rank_hash or 0])
+        if not all(row[0] for row in rows) or combine([row[1] for row in rows]) != offer.state_hash:
+            logger.warning("outer step %d in this host's memory is damaged on some rank", offer.outer_step)
+            return None
+        return _Found(snapshot=snapshot, witness=witness_slot)
+
+    def _give_back_remains(self) -> None:
+        if self._remains is not None:
+            self._remains.give_back()
+            self._remains = None
+
+    # -- a transfer --------------------------------------------------------------------------------------------------
 
     def _pull(self, offer: Offer, sections: Sequence[str]) -> Fetched | None:
         """Each rank's part of the state that is offered, proved to be that; what only one donor has is of the same one
@@ -153,8 +220,10 @@ class Adoption:
             )
         )
         # Who is through waits for the others, for as long as their transfers may take.
+        end = time.monotonic() + self._timeout_s
         while not self._control.all(transfer.ended(_LOOK_S)):
-            self._trainee.alive()
+            if time.monotonic() < end:
+                self._trainee.alive()
         fetched, rank_hash, primary, moved_on = None, 0, (-1, -1), False
         try:
             fetched = transfer.result()
@@ -177,6 +246,25 @@ class Adoption:
         for section in (INNER, OUTER):
             self._publication.retire(section)
         self._ledger.adopt(snapshot, carried=carried)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Found:
+    """A state of this replica's own that is still the run's."""
+
+    snapshot: Snapshot
+    witness: int
+    """Slot that says so."""
+
+
+def _proved(snapshot: Snapshot, fragments: int) -> int | None:
+    """The hash of this rank's outer state, if everything in the snapshot is what its header says; else None."""
+    try:
+        rank_hash = combine([part.hash() for part in parts_of(snapshot, fragments)])
+        whole = combine([rank_hash, hash_tensors(snapshot.sections[INNER])])
+    except KeyError:
+        return None
+    return rank_hash if whole == snapshot.header.get("whole_hash") else None
 
 
 class _Transfer:

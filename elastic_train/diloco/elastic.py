@@ -51,8 +51,10 @@ from elastic_train.diloco.trainee import SyncJournal, Trainee
 from elastic_train.diloco.weights import weighted_mean
 from elastic_train.diloco.wire import Wire
 from elastic_train.peer_ckpt.client import PeerClient
-from elastic_train.peer_ckpt.directory import Directory
+from elastic_train.peer_ckpt.directory import Directory, RegistryUnreachable
+from elastic_train.peer_ckpt.remains import Remains
 from elastic_train.peer_ckpt.shards import combine, hash_text
+from elastic_train.peer_ckpt.shared_memory import SharedMemory
 
 _END_S = 15.0
 """From the end of a process to when its peers know of it, at most."""
@@ -76,6 +78,8 @@ class ElasticEngine(OuterSync):
         make_seat: Callable[[], QuorumSeat],
         trainee: Trainee,
         journal: SyncJournal,
+        memory: SharedMemory | None = None,
+        remains: Remains | None = None,
     ) -> None:
         """
         Args:
@@ -83,6 +87,9 @@ class ElasticEngine(OuterSync):
             group: the reconfigurable group that ``make_seat``'s manager configures.
             wire_device: where tensors must be for ``group``.
             make_seat: makes the manager; from then on the replica heartbeats, and others wait for it.
+            memory: where ``fragments`` lie and copies are made, for the next incarnation to find; None: in ordinary
+                memory.
+            remains: what the incarnation before has left there.
         """
         self._identity = identity
         self._config = config
@@ -99,20 +106,21 @@ class ElasticEngine(OuterSync):
             identity.slot,
             control.rank,
             directory,
-            PeerClient(identity.token, tls=identity.tls),
+            PeerClient(identity.token, channel_device=identity.channel_device, tls=identity.tls),
             transfers=identity.transfers,
             incarnation=identity.incarnation,
             host=identity.host,
         )
-        self._presence = Presence(identity, control, directory, docket, journal)
+        self._presence = Presence(identity, control, directory, docket, journal, memory)
         self._publication = Publication(
             self._presence.server,
             fragments,
             trainee,
             snapshots=identity.snapshots,
+            memory=memory,
             on_shown=self._presence.holds,
         )
-        self._lookout = Lookout(control, lambda: self._peers.newest(self.outer_step + 1))
+        self._lookout = Lookout(control, lambda: self._peers.newest(self.outer_step + 1), trainee.waiting)
         self._adoption = Adoption(
             control=control,
             peers=self._peers,
@@ -122,6 +130,7 @@ class ElasticEngine(OuterSync):
             trainee=trainee,
             journal=journal,
             timeout_s=identity.transfers.timeout_s,
+            remains=remains,
         )
         self._agreement = Agreement(
             slot=identity.slot,
@@ -166,6 +175,10 @@ class ElasticEngine(OuterSync):
         return self._interval.full or self._ahead is not None
 
     @property
+    def steps_to_sync(self) -> int:
+        return max(0, self._interval.quota - self._interval.done)
+
+    @property
     def tokens(self) -> int:
         """Trained by this replica in this incarnation."""
         return self._interval.tokens
@@ -192,11 +205,11 @@ class ElasticEngine(OuterSync):
         )
 
     def enter(self) -> None:
-        self._presence.register()
+        self._be_found()
         self.settled()
 
     def join(self) -> Sync:
-        self._presence.register()
+        self._be_found()
         healed = self._healed(0, None)
         if healed is None:
             raise NoPeerState(f"no peer gave its state within {self._identity.transfers.timeout_s:g} s")
@@ -270,11 +283,35 @@ class ElasticEngine(OuterSync):
     def momentum(self) -> dict[str, torch.Tensor]:
         return {str(index): fragment.committed.momentum for index, fragment in enumerate(self._ledger.fragments)}
 
+    def rewind(self) -> None:
+        snapshot = self._publication.newest
+        self._flight = self._contribution = self._voted = None
+        for fragment in self._ledger.fragments:
+            fragment.write_parameters()
+        self._trainee.take(snapshot)
+        self._interval.settle_all()
+        self._interval.begin(self.outer_step)
+
+    def leave(self) -> None:
+        self._lookout.stop()
+        if self._seat is not None:
+            self._seat.shutdown()
+            self._seat = None
+
     def close(self) -> None:
         self._lookout.stop()
         self._presence.close()
         if self._seat is not None:
             self._seat.shutdown()
+
+    def _be_found(self) -> None:
+        """Register, as soon as there is a registry: it may be away for a while."""
+        end = time.monotonic() + self._config.quorum_timeout_s
+        while not self._presence.register():
+            self._trainee.alive()
+            if self._control.any(time.monotonic() > end):
+                raise RegistryUnreachable("the registry did not answer within diloco.quorum_timeout_s")
+            self._pause.wait(ANXIOUS_S)
 
     # -- one attempt -----------------------------------------------------------------------------------------------
 
@@ -435,7 +472,7 @@ class ElasticEngine(OuterSync):
             self._voted = (self.outer_step + 1, landed.candidate, mine)
         if landed.landing is not Landing.COMMITTED and (feedback := self._feedback[mine.fragment]) is not None:
             feedback.abort()
-        self._place.rebuild_group(broken=not landed.unbroken)
+        self._place.rebuild_group(broken=not (landed.unbroken and landed.landing is Landing.COMMITTED))
         return landed
 
     def _commit(self, flown: Flown, landed: Landed) -> Sync:
@@ -566,6 +603,8 @@ class ElasticEngine(OuterSync):
         """With a peer's state in place, ask for a quorum at once and go on training: the interval ends with the step
         in which it comes."""
         if self.outer_step < self._interval.schedule.outer_steps:
+            # Those whose state it is may have formed groups without this replica.
+            self._place.rebuild_group(broken=True)
             self._place.announce(self.outer_step)
             self._early = True
             self._lookout.start(CALM_S)

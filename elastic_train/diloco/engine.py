@@ -113,6 +113,11 @@ class OuterSync(ABC):
     def due(self) -> bool:
         """Whether :meth:`sync` has to come before the next inner step."""
 
+    @property
+    def steps_to_sync(self) -> int:
+        """Inner steps that this replica makes before its next sync, at the most; 0 if that is not known."""
+        return 0
+
     @abstractmethod
     def open_membership(self) -> None:
         """Become known to the Lighthouse; from here on others wait for this replica at their syncs."""
@@ -165,6 +170,16 @@ class OuterSync(ABC):
     @abstractmethod
     def momentum(self) -> Mapping[str, torch.Tensor]:
         """The outer momentum's shards of this rank by name; may be empty before the first outer step. Views."""
+
+    def rewind(self) -> None:
+        """Go back to where the last commit left this replica, if a run can go on from there: what it has trained since
+        is gone.
+        """
+        return
+
+    def leave(self) -> None:
+        """Be no member any more, so that nobody waits for this replica."""
+        self.close()
 
     @abstractmethod
     def close(self) -> None:

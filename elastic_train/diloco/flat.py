@@ -16,6 +16,7 @@ import torch
 import xxhash
 from torch import nn
 
+from elastic_train.peer_ckpt.client import Allocate
 from elastic_train.peer_ckpt.shards import StateMismatch, local, raw_bytes
 
 _PIECE = 1 << 24
@@ -40,11 +41,14 @@ class OuterState:
 class FlatFragment:
     """The parameters of one fragment, as a flat range of numbers, and their outer state."""
 
-    def __init__(self, module: nn.Module, *, device: torch.device, pin_memory: bool) -> None:
+    def __init__(
+        self, module: nn.Module, *, device: torch.device, pin_memory: bool, allocate: Allocate | None = None
+    ) -> None:
         """
         Args:
             device: where anchor and momentum live.
             pin_memory: page-lock them, if they live on the host of an accelerator.
+            allocate: gives them their memory, if they live on the host; None: it is ordinary memory.
         """
         named = list(module.named_parameters())
         self._views = [local(parameter.detach()) for _, parameter in named]
@@ -57,6 +61,8 @@ class FlatFragment:
         pin = pin_memory and device.type == "cpu"
 
         def flat() -> torch.Tensor:
+            if allocate is not None and device.type == "cpu":
+                return allocate((self.numel,), torch.float32).zero_()
             return torch.zeros(self.numel, dtype=torch.float32, device=device, pin_memory=pin)
 
         self.committed = OuterState(anchor=flat(), momentum=flat())
@@ -132,6 +138,8 @@ class FlatFragment:
         return pieces
 
 
-def flatten(fragments: Sequence[nn.Module], *, device: torch.device, pin_memory: bool) -> list[FlatFragment]:
-    """The fragments in the order in which they sync."""
-    return [FlatFragment(fragment, device=device, pin_memory=pin_memory) for fragment in fragments]
+def flatten(
+    fragments: Sequence[nn.Module], *, device: torch.device, pin_memory: bool, allocate: Allocate | None = None
+) -> list[FlatFragment]:
+    """The fragments in the order in which they sync; arguments as for each of them."""
+    return [FlatFragment(fragment, device=device, pin_memory=pin_memory, allocate=allocate) for fragment in fragments]

@@ -24,10 +24,20 @@ _WAIT, _GO, _CATCH_UP, _GIVE_UP = range(4)
 class Lookout:
     """Rank 0 of a replica looks, and the others hear its word."""
 
-    def __init__(self, control: ControlGroup, look: Callable[[], PeerState | None]) -> None:
-        """``look`` finds a peer that is ahead; it may take a while, and is called in a thread."""
+    def __init__(
+        self,
+        control: ControlGroup,
+        look: Callable[[], PeerState | None],
+        waiting: Callable[[], None] = lambda: None,
+    ) -> None:
+        """
+        Args:
+            look: finds a peer that is ahead; it may take a while, and is called in a thread.
+            waiting: called several times a second while this rank waits.
+        """
         self._control = control
         self._look = look
+        self._waiting = waiting
         self._watch: Watch | None = None
 
     def start(self, period_s: float) -> None:
@@ -69,6 +79,7 @@ class Lookout:
                 raise SyncFailed("no quorum within diloco.quorum_timeout_s")
             if word != _WAIT:
                 return None if word == _GO else PeerState.from_ints(source)
+            self._waiting()
 
     def _found(self, outer_step: int) -> PeerState | None:
         found = self._watch.found if self._watch is not None else None

@@ -152,6 +152,20 @@ class Peers:
         status = self._client.status(entry.addresses[0], timeout_s=_PATIENCE_S)
         return None if status is None or status["incarnation"] != incarnation else int(status["outer_step"])
 
+    def confirms(self, offer: Offer) -> Member | None:
+        """A donor of the offer that says itself that this is its state now; None if none does."""
+        known = self._directory.peers()
+        for slot, incarnation in offer.donors:
+            entry = known.get(slot)
+            if slot == self._slot or entry is None or entry.incarnation != incarnation:
+                continue
+            status = self._client.status(entry.addresses[0], timeout_s=_PATIENCE_S)
+            if status is None or status["incarnation"] != incarnation:
+                continue
+            if (status["outer_step"], status["state_hash"]) == (offer.outer_step, offer.state_hash):
+                return slot, incarnation
+        return None
+
     def ask(self, slot: int, incarnation: int, attempt: str, dead: frozenset[int]) -> Answer | None:
         """What that incarnation says about an attempt; None if it does not answer."""
         entry = self._directory.peers().get(slot)
@@ -223,6 +237,10 @@ class Peers:
     def taken(self, fetched: Fetched) -> None:
         """What was fetched is in place: the donors are free again, and the one that gave what only it has hears it."""
         self._client.taken(fetched.primary, fetched.snapshot.header["outer_step"], f"{self._slot}.{self._incarnation}")
+        self.released()
+
+    def released(self) -> None:
+        """The donors that the registry chose are not needed any more."""
         if self._rank == 0:
             self._directory.taken(self._slot, self._incarnation)
 

@@ -7,12 +7,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from elastic_train.diloco.control import ControlGroup
 from elastic_train.diloco.doubt import Docket
 from elastic_train.diloco.peers import Transfers, status_of
 from elastic_train.diloco.trainee import SyncJournal
+from elastic_train.peer_ckpt.channel import Channels
 from elastic_train.peer_ckpt.directory import Directory
 from elastic_train.peer_ckpt.server import PeerServer
+from elastic_train.peer_ckpt.shared_memory import SharedMemory
 from elastic_train.peer_ckpt.tls import Tls
 
 
@@ -32,6 +36,8 @@ class Identity:
     transfers: Transfers = Transfers()  # noqa: RUF009 - frozen
     snapshots: int = 2
     """Outer steps that peers can ask for at the same time."""
+    channel_device: torch.device | None = None
+    """Where the tensors are of the process groups by which states travel; None: they travel by connections alone."""
     tls: Tls | None = None
 
 
@@ -39,8 +45,18 @@ class Presence:
     """One rank's server. Peers ask rank 0 how the replica stands, and each rank for its part of the state."""
 
     def __init__(
-        self, identity: Identity, control: ControlGroup, directory: Directory, docket: Docket, journal: SyncJournal
+        self,
+        identity: Identity,
+        control: ControlGroup,
+        directory: Directory,
+        docket: Docket,
+        journal: SyncJournal,
+        memory: SharedMemory | None = None,
     ) -> None:
+        """
+        Args:
+            memory: where what is served may lie.
+        """
         self._identity = identity
         self._control = control
         self._directory = directory
@@ -54,16 +70,27 @@ class Presence:
             self._status,
             self._served,
             keep=identity.snapshots,
+            memory=memory,
+            channels=None if identity.channel_device is None else Channels(identity.host, identity.channel_device),
             tls=identity.tls,
         )
 
-    def register(self) -> None:
-        """Be found: all ranks' addresses under the slot. Every rank calls."""
+    def register(self) -> bool:
+        """Be found: all ranks' addresses under the slot. Every rank calls.
+
+        Returns:
+            False if the registry does not answer.
+
+        Raises:
+            RegistrationRefused: on rank 0, this incarnation is known to have ended.
+        """
         host, _, port = self.server.address.rpartition(":")
         ports = [row[0] for row in self._control.gather([int(port)])]
+        heard = False
         if self._control.rank == 0:
             addresses = [f"{host}:{port}" for port in ports]
-            self._directory.register(self._identity.slot, self._identity.incarnation, addresses)
+            heard = self._directory.register(self._identity.slot, self._identity.incarnation, addresses)
+        return bool(self._control.word([int(heard)]).heard()[0])
 
     def show(self, outer_step: int, state_hash: int) -> None:
         """The state that peers may ask for from now on; until the first call there is none."""

@@ -18,6 +18,7 @@ from elastic_train.diloco.flat import FlatFragment
 from elastic_train.diloco.trainee import Trainee
 from elastic_train.peer_ckpt.server import PeerServer
 from elastic_train.peer_ckpt.shards import combine, export_tensors, hash_tensors
+from elastic_train.peer_ckpt.shared_memory import SharedMemory
 from elastic_train.peer_ckpt.snapshot import Snapshot
 
 _HOST = torch.device("cpu")
@@ -36,13 +37,6 @@ class _Shelf:
         self.snapshot: Snapshot | None = None
         """What was put into it last."""
 
-    def clear(self) -> None:
-        """Its memory is about to be written."""
-        if self.snapshot is None:
-            return
-        for section in (INNER, OUTER) if self.mirrors else (INNER,):
-            _give_up(self.snapshot, section)
-
 
 class Publication:
     """The snapshots of one rank: the last one, and with two shelves the one before it."""
@@ -54,17 +48,21 @@ class Publication:
         trainee: Trainee,
         *,
         snapshots: int = 2,
+        memory: SharedMemory | None = None,
         on_shown: Callable[[Mapping[str, Any]], None] = lambda header: None,
     ) -> None:
         """
         Args:
             snapshots: how many outer steps are shown at the same time. Two give a peer the time between two outer
                 steps, and more, for its transfer; each costs the memory of the inner moments.
+            memory: where copies are made, and where the next incarnation of this rank may find the last snapshot;
+                None: in ordinary memory, and it does not.
             on_shown: called with the header of each snapshot once it can be had, beside the training.
         """
         self._server = server
         self._fragments = fragments
         self._trainee = trainee
+        self._memory = memory
         self._on_shown = on_shown
         self._shelves = [_Shelf() for _ in range(snapshots)]
         self._shown: list[Snapshot] = []
@@ -83,7 +81,7 @@ class Publication:
         self.settle()
         shelf = self._shelves.pop(0)
         self._shelves.append(shelf)
-        shelf.clear()
+        self._clear(shelf)
         whole = {**header, "extra": self._trainee.counters()}
         moments = dict(self._trainee.moments())
         self._copied.clear()
@@ -106,11 +104,17 @@ class Publication:
             self._thread = None
             self._raise()
 
+    @property
+    def newest(self) -> Snapshot:
+        """The last one that was published, once it is shown."""
+        self.settle()
+        return self._shown[-1]
+
     def retire(self, section: str) -> None:
         """Nothing that was shown under that section is valid any more."""
         self.settle()
         for snapshot in self._shown:
-            _give_up(snapshot, section)
+            self._give_up(snapshot, section)
 
     def retire_candidate_of(self, fragment: FlatFragment) -> None:
         """The candidate of ``fragment`` is about to be written: older snapshots may show its memory."""
@@ -118,8 +122,22 @@ class Publication:
         for snapshot in self._shown:
             held = snapshot.sections[OUTER].values()
             if any(tensor is fragment.candidate.anchor for tensor in held):
-                _give_up(snapshot, OUTER)
+                self._give_up(snapshot, OUTER)
         self._shown = [snapshot for snapshot in self._shown if not snapshot.is_retired(OUTER)]
+
+    def _clear(self, shelf: _Shelf) -> None:
+        """Its memory is about to be written."""
+        if shelf.snapshot is None:
+            return
+        for section in (INNER, OUTER) if shelf.mirrors else (INNER,):
+            self._give_up(shelf.snapshot, section)
+
+    def _give_up(self, snapshot: Snapshot, section: str) -> None:
+        """Memory of that section is about to be written: nobody may take it for the state any more."""
+        if self._memory is not None:
+            self._memory.forget(snapshot)
+        if not snapshot.is_retired(section):
+            snapshot.retire(section)
 
     def _raise(self) -> None:
         if self._error is not None:
@@ -136,6 +154,8 @@ class Publication:
             whole = {**header, "whole_hash": combine([header["rank_hash"], hash_tensors(inner)])}
             shelf.snapshot = Snapshot(whole, {INNER: inner, OUTER: outer})
             self._shown.append(shelf.snapshot)
+            if self._memory is not None:
+                self._memory.keep(shelf.snapshot)
             self._server.publish(shelf.snapshot)
         except BaseException as error:
             self._error = error
@@ -150,30 +170,29 @@ class Publication:
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """What the sections of the next snapshot hold."""
         self._trainee.at_point("snapshot")
-        inner = {name: _copied(shelf.moments, name, tensor) for name, tensor in moments.items()}
+        inner = {name: self._host_copy(shelf.moments, name, tensor) for name, tensor in moments.items()}
         outer: dict[str, torch.Tensor] = {}
         for index, fragment in enumerate(self._fragments):
             for kind, tensor in (("anchor", fragment.committed.anchor), ("momentum", fragment.committed.momentum)):
                 name = f"{index}.{kind}"
                 on_host = tensor.device.type == "cpu"
-                outer[name] = tensor if on_host else _copied(shelf.mirrors, name, tensor)
+                outer[name] = tensor if on_host else self._host_copy(shelf.mirrors, name, tensor)
         return inner, outer
+
+    def _host_copy(self, buffers: dict[str, torch.Tensor], name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """``tensor`` copied into the host buffer of that name, which is made once."""
+        buffer = buffers.get(name)
+        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+            buffer = buffers[name] = self._allocate(tensor)
+        return buffer.copy_(tensor)
+
+    def _allocate(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Host memory for one like that."""
+        if self._memory is not None:
+            return self._memory.allocate(tuple(tensor.shape), tensor.dtype)
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
 
 
 def whole_hash(rank_hash: int, moments: Mapping[str, torch.Tensor]) -> int:
     """Of all tensors that a joiner's rank takes over: its outer state's hash, and its live moments."""
     return combine([rank_hash, hash_tensors(export_tensors(moments.items()))])
-
-
-def _give_up(snapshot: Snapshot, section: str) -> None:
-    if not snapshot.is_retired(section):
-        snapshot.retire(section)
-
-
-def _copied(buffers: dict[str, torch.Tensor], name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` copied into the host buffer of that name, which is made once."""
-    buffer = buffers.get(name)
-    if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-        pin = tensor.device.type == "cuda"
-        buffer = buffers[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pin)
-    return buffer.copy_(tensor)

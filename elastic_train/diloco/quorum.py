@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import concurrent.futures
 import hashlib
-from collections.abc import Sequence
+import secrets
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torchft.manager import Manager
 
 from elastic_train.diloco.engine import COLD_START_STEP
+
+_STEP_BITS = 24
+_STAMP_BITS = 38
+"""Both together are torchft's signed 64-bit step."""
 
 
 class QuorumFailed(RuntimeError):
@@ -38,35 +43,49 @@ class Formed:
 class FencedClient:
     """Stands before torchft's ManagerClient: makes quorum ids unique, and keeps the last answer.
 
-    A Lighthouse that was restarted counts from 1 again. A member that compared bare numbers would keep a broken
-    group or meet its peers under an old store key, where they wait in vain.
+    A group may only stay if all members keep it, and otherwise all must set it up anew under the same key, one that
+    never was before. The Lighthouse's number of a quorum does not tell which of both it is: a Lighthouse that was
+    started again counts from 1, and the ids of replicas stay the same over incarnations. So a member whose last attempt
+    was not committed in a whole group stamps its request: above the bits of its outer step it puts a random number. All
+    members hear the greatest step, and with it that there is a stamp, and which one. Without any, whoever was in
+    another group, or is behind, sets its group up anew, and then so do all: what moved one of them away or ahead
+    without a stamp was a commit, which left the others behind.
     """
 
-    def __init__(self, client: Any) -> None:
+    def __init__(self, client: Any, *, draw: Callable[[], int] = lambda: secrets.randbits(_STAMP_BITS) | 1) -> None:
+        """
+        Args:
+            draw: gives a new stamp, above 0 and of 38 bits at most.
+        """
         self._client = client
+        self._draw = draw
         self._key = 0
         self._seen: tuple[int, tuple[str, ...]] | None = None
-        self._again = 0
-        self.broken = 0
-        """Told to the Lighthouse as torchft's commit failures: above 0, it counts up the quorum's number, so that
-        every member sets its group up anew."""
+        self._stamp = 0
         self.formed: Formed | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._client, name)
 
+    def stamp(self, broken: bool) -> None:
+        """Whether the next request asks for a new group, although its members may be the same."""
+        self._stamp = self._draw() if broken else 0
+
     def _quorum(self, **request: Any) -> Any:
-        answer = self._client._quorum(**{**request, "commit_failures": self.broken})
+        step, stamp = request["step"], self._stamp
+        # Commit failures make the Lighthouse count up the quorum's number, which people are shown.
+        answer = self._client._quorum(
+            **{**request, "step": stamp << _STEP_BITS | step, "commit_failures": int(stamp > 0)}
+        )
         members = tuple(answer.replica_ids)
         seen = (answer.quorum_id, members)
-        if seen != self._seen or self.broken:
-            # A Lighthouse that was started again can give a broken quorum's number to the same members once more.
-            self._again = self._again + 1 if seen == self._seen else 0
-            text = repr((seen, answer.max_step, self._again)).encode()
+        if seen != self._seen or answer.max_step > step:
+            text = repr((seen, answer.max_step)).encode()
             self._key = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
             self._seen = seen
         self.formed = Formed(key=self._key, number=answer.quorum_id, replica_ids=members, rank=answer.replica_rank)
         answer.quorum_id = self._key
+        answer.max_step &= (1 << _STEP_BITS) - 1
         return answer
 
 
@@ -124,8 +143,9 @@ class QuorumSeat:
         return self._client.formed
 
     def rebuild_group(self, broken: bool) -> None:
-        """Whether the next quorum must set up its group anew although its members are the same."""
-        self._client.broken = self._client.broken + 1 if broken else 0
+        """Whether the next quorum must set up its group anew although its members are the same: unless the last attempt
+        was committed in a group that is still whole, and this replica is where that commit has left it."""
+        self._client.stamp(broken)
 
     def shutdown(self) -> None:
         """Leave: no heartbeat from here on."""
@@ -138,14 +158,14 @@ class QuorumCount:
     def __init__(self) -> None:
         self.base = 0
         self._last = 0
-        self._members: tuple[str, ...] = ()
+        self._key = 0
 
     def see(self, formed: Formed) -> None:
-        """A quorum came. A number that went back, or that others have now, tells of a restart."""
-        anew = formed.number == self._last and formed.replica_ids != self._members and self._members
+        """A quorum came. A number that went back, or that stands for another group now, tells of a restart."""
+        anew = formed.number == self._last and self._key not in (0, formed.key)
         if formed.number < self._last or anew:
             self.base += self._last
-        self._last, self._members = formed.number, formed.replica_ids
+        self._last, self._key = formed.number, formed.key
 
     def agree(self, bases: Sequence[int]) -> int:
         """Take over the highest base among the members; gives the number to show."""
@@ -153,9 +173,8 @@ class QuorumCount:
         return self.base + self._last
 
     def to_list(self) -> list[int]:
-        return [self.base, self._last]
+        return [self.base, self._last, self._key]
 
     def follow(self, values: Sequence[int]) -> None:
         """Take over a peer's ``to_list``."""
-        self.base, self._last = values
-        self._members = ()
+        self.base, self._last, self._key = values

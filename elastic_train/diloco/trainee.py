@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from enum import StrEnum
 from typing import Any, Protocol
 
 import torch
 
 from elastic_train.peer_ckpt.snapshot import Snapshot
+
+
+class Source(StrEnum):
+    """Where a whole state came from."""
+
+    PEERS = "peers"
+    MEMORY = "memory"
+    """This rank's own of an earlier incarnation, left on the same host."""
 
 
 class Trainee(Protocol):
@@ -18,6 +27,9 @@ class Trainee(Protocol):
 
     def alive(self) -> None:
         """The sync gets somewhere. May be called from another thread than the trainer's."""
+
+    def waiting(self) -> None:
+        """A quorum is still being waited for, in the trainer's thread."""
 
     def progress(self) -> torch.Tensor:
         """int64 ``[virtual_shards, 4]``: what the replica read since the last commit (``PositionTable.delta``),
@@ -67,10 +79,16 @@ class SyncJournal(Protocol):
         """So many bytes of it have come to this rank, and so many from each slot. Each rank speaks for itself."""
 
     def heal_finished(
-        self, primary: int, donors: Mapping[int, int], outer_step: int, duration_s: float, rank_hash: int
+        self,
+        primary: int,
+        donors: Mapping[int, int],
+        outer_step: int,
+        duration_s: float,
+        rank_hash: int,
+        source: Source = Source.PEERS,
     ) -> None:
         """It is in place. ``donors`` gave this rank so many bytes each, ``primary`` among them what no other has;
-        ``rank_hash`` is of what this rank now holds. Every rank calls."""
+        ``rank_hash`` is of what this rank now holds. From memory they gave none, and confirmed it. Every rank calls."""
 
     def served(self, outer_step: int, state_hash: int) -> None:
         """A joiner took this rank's state, of that hash. Each rank speaks for itself, from any thread."""

@@ -12,9 +12,19 @@ import psutil
 from monarch.actor import Actor, concurrent_endpoint
 
 from elastic_train.config import LighthouseConfig
+from elastic_train.lighthouse.native import load_native
 from elastic_train.lighthouse.registry import RegistryServer
+from elastic_train.peer_ckpt.roll import Roll
 from elastic_train.peer_ckpt.tls import Tls
 from elastic_train.process_log import print_to
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ports:
+    """Where to listen; 0: at any that is free."""
+
+    lighthouse: int
+    registry: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,16 +59,19 @@ class LighthouseActor(Actor):
         self._registry: RegistryServer | None = None
 
     @concurrent_endpoint
-    async def start(self) -> Listening:
+    async def start(self, ports: Ports, roll: Roll) -> Listening:
         """Listen.
+
+        Args:
+            roll: what the registry is to know from the beginning.
 
         Raises:
             OSError: the host is not one of this machine's.
             RuntimeError: the port is taken.
         """
         config = self._config
-        self._registry = RegistryServer(config.host, 0, self._token, tls=self._tls)
-        lighthouse = config.address or self._start_lighthouse()
+        self._registry = RegistryServer(config.host, ports.registry, self._token, tls=self._tls, roll=roll)
+        lighthouse = config.address or self._start_lighthouse(ports.lighthouse)
         process = (os.getpid(), psutil.Process().create_time())
         return Listening(lighthouse=lighthouse, registry=self._registry.url, process=process)
 
@@ -75,16 +88,13 @@ class LighthouseActor(Actor):
         if self._server is not None:
             self._server.shutdown()
 
-    def _start_lighthouse(self) -> str:
-        from torchft.coordination import LighthouseServer
-
+    def _start_lighthouse(self, port: int) -> str:
         config = self._config
-        self._server = LighthouseServer(
-            bind=f"{config.host}:{config.port}",
+        self._server = load_native().LighthouseServer(
+            bind=f"{config.host}:{port}",
             min_replicas=config.min_replicas,
             join_timeout_ms=config.join_timeout_ms,
             quorum_tick_ms=config.quorum_tick_ms,
             heartbeat_timeout_ms=config.heartbeat_timeout_ms,
         )
-        port = self._server.address().rsplit(":", 1)[1]
-        return f"http://{config.host}:{port}"
+        return f"http://{config.host}:{self._server.address().rpartition(':')[2]}"

@@ -3,7 +3,8 @@ whom a joiner may fetch the state from.
 
 The Lighthouse knows who heartbeats, which says neither where a rank can be asked nor that a process is surely gone, nor
 what it holds. All of it comes from here: addresses and states from the ranks, ends from whoever has seen the processes
-end. Nothing of it is kept: one that was started anew learns it again from those who know.
+end. Nothing of it is kept on disk: one that was started anew is given what the controller has heard, and those who know
+more tell it again.
 """
 
 from __future__ import annotations
@@ -32,13 +33,14 @@ class IncarnationEnded(ValueError):
 class Registry:
     """What is known, kept consistent while several tell it at once."""
 
-    def __init__(self, clock: Clock | None = None) -> None:
+    def __init__(self, clock: Clock | None = None, roll: Roll | None = None) -> None:
         """
         Args:
             clock: tells when a joiner has been silent for too long.
+            roll: what is known from the beginning; None: nothing.
         """
         self._clock = clock or SystemClock()
-        self._roll = Roll()
+        self._roll = roll or Roll()
         self._holders: dict[int, Holder] = {}
         self._leases = Leases()
         self._guard = threading.Lock()
@@ -142,18 +144,27 @@ class RegistryServer:
     which answers with the whole roll, and ``POST /donors``, which answers with the donors chosen.
     """
 
-    def __init__(self, host: str, port: int, token: str, *, clock: Clock | None = None, tls: Tls | None = None) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        token: str,
+        *,
+        clock: Clock | None = None,
+        tls: Tls | None = None,
+        roll: Roll | None = None,
+    ) -> None:
         """
         Args:
             port: 0: any that is free.
-            clock: as for ``Registry``.
+            clock: as for ``Registry``, as well as ``roll``.
             tls: None: in plain text.
 
         Raises:
             OSError: it cannot listen there.
             ValueError: the token is empty.
         """
-        self._registry = Registry(clock)
+        self._registry = Registry(clock, roll)
         self._server = TokenServer(host, port, token, self._respond, tls=tls)
 
     @property

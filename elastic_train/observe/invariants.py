@@ -73,16 +73,21 @@ def one_heal_per_join(events: Sequence[Record]) -> Iterator[str]:
 
 
 def nobody_starts_from_scratch(events: Sequence[Record]) -> Iterator[str]:
-    """I6: an incarnation that is started after the release has a peer's state before its first step."""
+    """I6: an incarnation that is started after the release has a peer's state before its first step, or a durable
+    snapshot that all replicas take together.
+    """
     released = False
     late: dict[Life, bool] = {}
     healed: set[Life] = set()
     for event in events:
         name = event["event"]
-        if name == "procs_started" and not event.get("standby"):
+        if name == "procs_started":
             late.setdefault(_life(event), released)
         elif name == "heal_finished":
             healed.add(_life(event))
+        elif name == "run_restored":
+            newest = dict(sorted(late))
+            healed |= {life for life in newest.items() if life[0] in event.get("replicas", ())}
         elif name == "first_step":
             # An incarnation whose start was not told is judged by its number.
             if late.get(_life(event), _life(event)[1] > 0):

@@ -21,10 +21,13 @@ def recovery_lines(recovery: Recovery, fold: RunFold) -> list[str]:
     """One failure: what died, who gave the state, how long each phase took, what it cost."""
     injected = f" (injected: {recovery.fault})" if recovery.fault else ""
     lines = [f"{words.victim(recovery)}{injected}"]
+    if recovery.stacks:
+        lines.append(f"  where its threads stood: {Path(fold.run_dir) / recovery.stacks}")
     if recovery.t_healed is not None:
-        lines.append(f"  state from {words.slots(recovery.donors)}{_transfer(recovery)}")
+        lines.append(f"  state from {words.origin(recovery.source, recovery.donors)}{_transfer(recovery)}")
     reached = ", ".join(f"{name} {words.seconds(after)}" for name, after in recovery.phases().items())
-    lines.append(f"  after its failure: {reached}")
+    how = ", in its standby" if recovery.standby else ""
+    lines.append(f"  after its failure{how}: {reached}")
     lines.append(f"  cost: {_cost(recovery, fold)}")
     return lines
 
@@ -67,7 +70,7 @@ def _recoveries(fold: RunFold) -> list[str]:
 
 
 def _transfer(recovery: Recovery) -> str:
-    moved = [] if recovery.bytes is None else [words.size(recovery.bytes)]
+    moved = [words.size(recovery.bytes)] if recovery.bytes else []
     if recovery.heal_s is not None:
         moved.append(f"in {words.seconds(recovery.heal_s)}")
     return f", {' '.join(moved)}" if moved else ""

@@ -29,6 +29,7 @@ _LEVELS: Mapping[str, str] = {
     "restart_in_place": "restarts in place",
     "reallocate": "gets another allocation",
     "retire": "is given up",
+    "restore": "begins again with all others",
     "stop": "ends the run",
 }
 
@@ -63,6 +64,11 @@ def size(count: int) -> str:
     return f"{value:.1f} TB"
 
 
+def origin(source: str, donors: Iterable[int]) -> str:
+    """Where a state came from."""
+    return f"this host's memory, confirmed by {slots(donors)}" if source == "memory" else slots(donors)
+
+
 def slots(numbers: Iterable[int]) -> str:
     """`replica 1`, or `replicas 0 1 2`."""
     listed = [str(number) for number in dict.fromkeys(numbers)]
@@ -95,7 +101,8 @@ def _failure_detected(event: Record, fold: RunFold) -> str:
     if recovery is None:
         return f"replica {event['replica']} failed: {cause(event['cause'])}"
     noticed = "" if recovery.t_fault is None else f", noticed after {seconds(event['t'] - recovery.t_fault)}"
-    return victim(recovery) + noticed
+    stacks = f"; where its threads stood: {recovery.stacks}" if recovery.stacks else ""
+    return victim(recovery) + noticed + stacks
 
 
 def _restart_scheduled(event: Record, fold: RunFold) -> str:
@@ -105,9 +112,15 @@ def _restart_scheduled(event: Record, fold: RunFold) -> str:
 
 
 def _procs_started(event: Record, fold: RunFold) -> str | None:
-    if event.get("standby") or (after := _since_failure(event, fold)) is None:
+    if (after := _since_failure(event, fold)) is None:
         return None
-    return f"replica {event['replica']} has processes again, {after}"
+    whose = "goes on in its standby" if event.get("standby") else "has processes again"
+    return f"replica {event['replica']} {whose}, {after}"
+
+
+def _standby_ready(event: Record, fold: RunFold) -> str:
+    took = f", made in {seconds(event['duration_s'])}" if "duration_s" in event else ""
+    return f"replica {event['replica']} has a standby{took}"
 
 
 def _donor_selected(event: Record, fold: RunFold) -> str:
@@ -121,8 +134,8 @@ def _transfer_progress(event: Record, fold: RunFold) -> str:
 
 
 def _heal_finished(event: Record, fold: RunFold) -> str:
-    text = f"replica {event['replica']} has its state from {slots(event['donors'])}"
-    if "bytes" in event and "duration_s" in event:
+    text = f"replica {event['replica']} has its state from {origin(event.get('source', ''), event['donors'])}"
+    if event.get("bytes") and "duration_s" in event:
         text += f": {size(event['bytes'])} in {seconds(event['duration_s'])}"
     return text
 
@@ -174,6 +187,11 @@ def _doubt_settled(event: Record, fold: RunFold) -> str:
     )
 
 
+def _drain_started(event: Record, fold: RunFold) -> str:
+    why = f" ({cause(event['cause'])})" if "cause" in event else ""
+    return f"replica {event['replica']} leaves at its next sync{why}"
+
+
 def _caught_up(event: Record, fold: RunFold) -> str:
     source = f" with the state of replica {event['donor']}" if "donor" in event else ""
     return f"replica {event['replica']} caught up to outer step {event['outer_step']}{source}"
@@ -184,12 +202,14 @@ _TELLERS: Mapping[str, Callable[[Record, RunFold], str | None]] = {
     "run_degraded": lambda e, _: f"going on with {e['live']} replicas",
     "run_restored": lambda e, _: f"all replicas take the snapshot of outer step {e['outer_step']}",
     "run_finished": lambda e, _: f"run {e['status']}",
-    "lighthouse_lost": lambda e, _: f"Lighthouse lost: {cause(e['cause'])}",
+    "lighthouse_started": lambda e, _: "the Lighthouse is there again" if e.get("restarts") else None,
+    "lighthouse_lost": lambda e, _: f"Lighthouse lost: {cause(e['cause'], e.get('signal', ''))}",
     "allocation_lost": lambda e, _: f"replica {e['replica']} lost its hosts: {cause(e['cause'])}",
     "failure_detected": _failure_detected,
     "restart_scheduled": _restart_scheduled,
     "replica_retired": lambda e, _: f"replica {e['replica']} is given up: {cause(e['cause'])}",
     "procs_started": _procs_started,
+    "standby_ready": _standby_ready,
     "donor_selected": _donor_selected,
     "transfer_progress": _transfer_progress,
     "heal_finished": _heal_finished,
@@ -203,7 +223,8 @@ _TELLERS: Mapping[str, Callable[[Record, RunFold], str | None]] = {
     "caught_up": _caught_up,
     "checkpoint_saved": lambda e, _: f"outer step {e['outer_step']} saved to {e['path']}",
     "fault_injected": _fault_injected,
-    "drain_started": lambda e, _: f"replica {e['replica']} leaves at its next sync",
+    "drain_started": _drain_started,
+    "replica_left": lambda e, _: f"replica {e['replica']} has left, with the state of outer step {e['outer_step']}",
     "replica_finished": lambda e, _: f"replica {e['replica']} trained to the end",
     "control": _control,
     "note": lambda e, _: e["text"],

@@ -8,28 +8,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import secrets
 from typing import Any
 
-from elastic_train.config import ConfigError, EnvironmentProblem, digest
+from elastic_train.config import ConfigError, digest
 from elastic_train.config.faults import FaultSpec
-from elastic_train.futures import result, within
 from elastic_train.lifecycle import ReplicaState, Trigger
-from elastic_train.lighthouse.actor import LighthouseActor, Listening
 from elastic_train.metrics import RunFold
 from elastic_train.orchestrator.control import ControlServer, Reply, Request
+from elastic_train.orchestrator.drain import Drain
 from elastic_train.orchestrator.end import RunEnd
+from elastic_train.orchestrator.interruption import Interruption
+from elastic_train.orchestrator.lighthouse_keeper import LighthouseKeeper
+from elastic_train.orchestrator.restore import Restorer
 from elastic_train.orchestrator.slot import ReplicaSlot, RunContext, SlotEnd
-from elastic_train.peer_ckpt.tls import tls_of
-from elastic_train.replica.watch.process_end import of_process, of_status
-from elastic_train.replica.watch.process_watch import ProcessWatch
 
 logger = logging.getLogger(__name__)
 
 _PUMP_S = 0.2
 _LOOK_S = 0.5
-_STOP_S = 10.0
-_TOKEN_BYTES = 32
 
 
 class OrchestrationManager:
@@ -43,14 +39,12 @@ class OrchestrationManager:
         run.on_metrics.append(self._fold.apply_metrics)
         slots = range(run.config.orchestrator.replicas)
         self._slots = [ReplicaSlot(slot, run, self._others_live) for slot in slots]
-        self._lighthouse: Any = None
-        self._lighthouse_mesh: Any = None
-        self._lighthouse_watch: ProcessWatch | None = None
+        self._lighthouse = LighthouseKeeper(run)
         self._control = ControlServer(self._answer)
         self._background: list[asyncio.Task[None]] = []
 
-    async def run(self, interrupted: asyncio.Event) -> RunEnd:
-        """Train to the end of the run, or until ``interrupted`` is set. Nothing is left running afterwards."""
+    async def run(self, interruption: Interruption) -> RunEnd:
+        """Train to the end of the run, or until it is interrupted. Nothing is left running afterwards."""
         config, log = self._run.config, self._run.log
         log.emit(
             "run_started",
@@ -65,10 +59,10 @@ class OrchestrationManager:
         try:
             await self._control.start()
             self._run.folder.announce_controller(self._control.socket)
-            end = await self._until(interrupted)
+            end = await self._until(interruption)
         finally:
             try:
-                await self._shut_down()
+                await self._shut_down(0.0 if interruption.is_hurried else self._run.config.recovery.stop_timeout_s)
             finally:
                 log.emit(
                     "run_finished",
@@ -80,77 +74,54 @@ class OrchestrationManager:
                 )
         return end
 
-    async def _until(self, interrupted: asyncio.Event) -> RunEnd:
-        training, interrupt = asyncio.ensure_future(self._train()), asyncio.ensure_future(interrupted.wait())
+    async def _until(self, interruption: Interruption) -> RunEnd:
+        training, asked = asyncio.ensure_future(self._train()), asyncio.ensure_future(interruption.asked())
+        drain = Drain(self._run, self._slots, self._fold, self._pump_all)
+        tasks: list[asyncio.Future[Any]] = [training, asked]
         try:
-            await asyncio.wait({training, interrupt}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if training.done():
+                return training.result()
+            draining = asyncio.ensure_future(drain.run(training))
+            ends = [draining, asyncio.ensure_future(interruption.hurried())]
+            tasks += ends
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if draining.done():
+                draining.result()
+            # Its last sync may have been the run's last.
+            if training.done() and training.result().status == "succeeded":
                 return training.result()
             return RunEnd(status="interrupted")
         finally:
-            for task in (training, interrupt):
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(training, interrupt, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _train(self) -> RunEnd:
-        await self._start_lighthouse()
+        await self._lighthouse.start()
         slots = {asyncio.ensure_future(slot.run()): slot for slot in self._slots}
         pumps = [self._pump(slot) for slot in self._slots]
         self._background = [asyncio.ensure_future(work) for work in (*pumps, self._random_faults())]
-        release = asyncio.ensure_future(
-            self._run.barrier.release_when_ready(
-                self._run.config.orchestrator.start_timeout_s, self._run.config.lighthouse.min_replicas
-            )
-        )
-        follow, lost = (
-            asyncio.ensure_future(self._follow(slots, release)),
-            asyncio.ensure_future(self._lighthouse_lost()),
-        )
+        restorer = Restorer(self._run, self._slots, self._pump_all)
+        ends = [asyncio.ensure_future(end) for end in (self._follow(slots), self._lighthouse.keep(), restorer.keep())]
         try:
-            done, _ = await asyncio.wait({follow, lost}, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             return done.pop().result()
         finally:
-            for task in (*slots, release, follow, lost):
+            for task in (*slots, *ends):
                 task.cancel()
-            await asyncio.gather(*slots, release, follow, lost, return_exceptions=True)
+            await asyncio.gather(*slots, *ends, return_exceptions=True)
 
-    async def _lighthouse_lost(self) -> RunEnd:
-        """Returns when the Lighthouse's process is gone: without it no replica ever gets a quorum again, and none
-        that comes back finds the others."""
-        serving = asyncio.ensure_future(result(self._lighthouse.serve.call_one()))
-        watch = self._lighthouse_watch
-        try:
-            while not serving.done() and not (watch is not None and watch.ended):
-                await asyncio.wait({serving}, timeout=_LOOK_S)
-            said = str(serving.exception()) if serving.done() else "its process is gone"
-        finally:
-            serving.cancel()
-        status = watch.status() if watch is not None else None
-        end = of_status(status) if status is not None else of_process(said)
-        cause, reason = (end.cause, end.error) if end else ("exception", said)
-        self._run.log.emit("lighthouse_lost", cause=cause, error=reason)
-        what = "the registry of the replicas" if self._run.config.lighthouse.address else "the Lighthouse"
-        return RunEnd(status="failed", cause=cause, reason=f"{what} is gone: {reason}")
-
-    async def _follow(self, slots: dict[asyncio.Task[SlotEnd], ReplicaSlot], release: asyncio.Task[Any]) -> RunEnd:
+    async def _follow(self, slots: dict[asyncio.Task[SlotEnd], ReplicaSlot]) -> RunEnd:
         """Wait for the slots to end; once one has trained to the end, the others soon must."""
         loop = asyncio.get_running_loop()
-        running: set[asyncio.Task[Any]] = set(slots)
+        running = set(slots)
         finish_by: float | None = None
         last: SlotEnd | None = None
         while running:
-            watched = running if release.done() else {*running, release}
             timeout = None if finish_by is None else _LOOK_S
-            done, _ = await asyncio.wait(watched, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-            if release in done and release.exception() is not None:
-                return RunEnd(
-                    status="failed",
-                    cause="start_timeout",
-                    reason="fewer than lighthouse.min_replicas were ready within orchestrator.start_timeout_s",
-                )
-            if release in done and (snapshot := self._run.resume) is not None:
-                self._run.log.emit("run_restored", outer_step=snapshot.facts.outer_step, path=str(snapshot.path))
-            for task in done & set(slots):
+            done, _ = await asyncio.wait(running, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
                 last = task.result()
                 if last.stops_run and not any(slot.finished for slot in self._slots):
                     return RunEnd(status="failed", cause=last.cause, reason=last.reason)
@@ -163,7 +134,7 @@ class OrchestrationManager:
                 finish_by = finish_by or loop.time() + self._run.config.orchestrator.finish_timeout_s
                 # Whoever is not in the run any more has nobody left to get a state from.
                 overdue = loop.time() >= finish_by
-                for task in list(running & set(slots)):
+                for task in list(running):
                     if overdue or slots[task].state is not ReplicaState.RUNNING:
                         task.cancel()
                         running.discard(task)
@@ -177,47 +148,11 @@ class OrchestrationManager:
     async def _save_last_state(self) -> bool:
         """One of the replicas that trained to the end writes what they all hold; the next one if it cannot."""
         for slot in self._slots:
-            if slot.finished and await slot.save():
+            if slot.finished and await slot.save(whole=not self._run.config.checkpoint.last_save_model_only):
                 return True
         return False
 
-    async def _start_lighthouse(self) -> None:
-        """Start the Lighthouse, unless somebody else runs it, and the registry beside it."""
-        settings = self._run.config.lighthouse
-        self._run.token = secrets.token_hex(_TOKEN_BYTES)
-        allocation = await self._run.scheduler.allocate("lighthouse")
-        self._lighthouse_mesh = allocation.mesh.spawn_procs({"lighthouse": 1}, name="lighthouse")
-        self._lighthouse = self._lighthouse_mesh.spawn(
-            "lighthouse",
-            LighthouseActor,
-            settings,
-            self._run.token,
-            tls_of(self._run.config.peer_ckpt),
-            self._run.folder.lighthouse_log,
-        )
-        try:
-            listening: Listening = await asyncio.wait_for(
-                result(self._lighthouse.start.call_one()), self._run.config.orchestrator.start_timeout_s
-            )
-        except TimeoutError as error:
-            raise EnvironmentProblem("the Lighthouse's process does not start: see logs/ in the run folder") from error
-        except Exception as error:
-            if settings.address:
-                raise EnvironmentProblem(
-                    f"the registry of the replicas cannot listen on {settings.host}: "
-                    "set lighthouse.host to an address of this machine"
-                ) from error
-            raise EnvironmentProblem(
-                f"the Lighthouse cannot listen on {settings.host}:{settings.port}: "
-                "set lighthouse.port to a free port, or to 0 for any"
-            ) from error
-        self._run.lighthouse, self._run.registry = listening.lighthouse, listening.registry
-        if self._run.scheduler.loopback:
-            self._lighthouse_watch = ProcessWatch(listening.process)
-        if not settings.address:
-            self._run.log.emit("lighthouse_started", address=listening.lighthouse, pid=listening.process[0])
-
-    async def _shut_down(self) -> None:
+    async def _shut_down(self, grace_s: float) -> None:
         for task in self._background:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
@@ -225,14 +160,10 @@ class OrchestrationManager:
         for slot in self._slots:
             if not slot.state.is_end:
                 slot.apply(Trigger.STOP)
-        for ended in await asyncio.gather(*(slot.shut_down() for slot in self._slots), return_exceptions=True):
+        for ended in await asyncio.gather(*(slot.shut_down(grace_s) for slot in self._slots), return_exceptions=True):
             if isinstance(ended, BaseException):
                 logger.error("a replica could not be shut down", exc_info=ended)
-        if self._lighthouse is not None:
-            await within(_STOP_S, self._lighthouse.shut_down.call_one(), "the Lighthouse does not stop")
-            await within(_STOP_S, self._lighthouse_mesh.stop("the run ends"), "the Lighthouse's process does not end")
-        if self._lighthouse_watch is not None:
-            self._lighthouse_watch.close()
+        await self._lighthouse.close()
         await self._control.close()
 
     def _others_live(self, slot: int | None) -> int:
@@ -258,7 +189,7 @@ class OrchestrationManager:
         settings = self._run.config.faults
         if settings.every_s <= 0:
             return
-        await self._run.barrier.wait()
+        await self._run.generation.barrier.wait()
         chance = random.Random(settings.seed)
         while True:
             await asyncio.sleep(settings.every_s * chance.uniform(0.5, 1.5))

@@ -1,4 +1,4 @@
-"""What to do about a failed replica: a pure function of this failure, the earlier ones and the config.
+"""What to do about a failed replica, or about the loss of all: a pure function of what failed before and the config.
 
 The manager carries the decision out. Kept apart from it, the escalation can be tested over whole histories
 without a process, a clock or a random number of its own.
@@ -66,6 +66,40 @@ class Retire:
     cause: str
 
 
+@dataclass(frozen=True, kw_only=True)
+class Loss:
+    """The run cannot go on from what its replicas hold."""
+
+    cause: str
+    """One of elastic_train.events.CAUSES."""
+    reason: str
+    """One line for people."""
+    outer_step: int | None
+    """Of the newest durable snapshot that all can go on from; None: there is none."""
+    without: str
+    """Why there is none, and what to do about it; one line."""
+    healthy_s: float
+    """How long the replicas had trained since they last began together."""
+
+
+@dataclass(frozen=True)
+class AskToRestore:
+    """The others are too few without this replica, so only a common new beginning can help."""
+
+    level: ClassVar[str] = "restore"
+    cause: str
+    reason: str
+    """One line for people."""
+
+
+@dataclass(frozen=True)
+class RestoreAll:
+    """Let all replicas begin again from the last durable snapshot."""
+
+    level: ClassVar[str] = "restore"
+    delay_s: float
+
+
 @dataclass(frozen=True)
 class Stop:
     """End the run."""
@@ -76,7 +110,8 @@ class Stop:
     """One line for the person who started the run."""
 
 
-Decision = RestartInPlace | Reallocate | Retire | Stop
+Decision = RestartInPlace | Reallocate | Retire | AskToRestore | Stop
+"""About one replica."""
 
 
 def decide(
@@ -111,6 +146,34 @@ def decide(
     if spent > recovery.restarts_in_place or failure.cause in _NEEDS_ANOTHER_HOST:
         return Reallocate(delay_s, exclude_host=True)
     return RestartInPlace(delay_s)
+
+
+def decide_for_all(
+    loss: Loss, history: Sequence[Loss], *, recovery: RecoveryConfig, jitter: float
+) -> RestoreAll | Stop:
+    """The last level of escalation that may still help, or the end.
+
+    `history` holds the run's earlier losses after which it was restored, oldest first; `jitter` as in `decide`.
+    """
+    if loss.outer_step is None:
+        return Stop(loss.cause, f"{loss.reason}; {loss.without}")
+    spent = _restores_spent([*history, loss], recovery.forgive_after_s)
+    if spent > recovery.restores:
+        used = f"the run went back to a durable snapshot {len(history)} times before"
+        return Stop(loss.cause, f"{loss.reason}; {used} (recovery.restores = {recovery.restores})")
+    return RestoreAll(_delay(spent, recovery, jitter))
+
+
+def _restores_spent(losses: Sequence[Loss], forgive_after_s: float) -> int:
+    """How many losses still count. Health forgives one only if there is a newer snapshot than the last time: else the
+    run would go round in a circle for ever.
+    """
+    spent, last = 0, -1
+    for loss in losses:
+        assert loss.outer_step is not None, "there was something to restore"
+        forgiven = int(loss.healthy_s / forgive_after_s) if loss.outer_step > last else 0
+        spent, last = max(0, spent - forgiven) + 1, loss.outer_step
+    return spent
 
 
 def _budget_spent(failures: Sequence[Failure], forgive_after_s: float) -> int:
@@ -149,7 +212,7 @@ def _signature(failure: Failure) -> str:
 def _give_up(failure: Failure, why: str, live: int, min_replicas: int) -> Decision:
     if live >= min_replicas:
         return Retire(failure.cause)
-    return Stop(
+    return AskToRestore(
         failure.cause,
         f"replica {failure.slot} {why} ({failure.error}), and without it only {live} of at least "
         f"{min_replicas} replicas would be left",

@@ -7,7 +7,6 @@ import dataclasses
 import logging
 import os
 import secrets
-import signal
 import socket
 from pathlib import Path
 from typing import Protocol
@@ -17,6 +16,7 @@ from elastic_train.config import EnvironmentProblem, RunConfig
 from elastic_train.events import EventLog, LineFile, Record
 from elastic_train.orchestrator import accelerators, monarch_env, runfolder
 from elastic_train.orchestrator.end import RunEnd
+from elastic_train.orchestrator.interruption import Interruption
 from elastic_train.orchestrator.resume import find_snapshot
 from elastic_train.peer_ckpt.tls import TlsProblem, tls_of
 from elastic_train.process_log import stderr_to
@@ -89,11 +89,13 @@ async def _run(
     snapshot: DurableSnapshot | None,
     view: View,
 ) -> RunEnd:
-    interrupted = _interruption()
+    interruption = Interruption()
+    interruption.listen()
     # Monarch reads its environment when it is imported.
     import monarch.actor
 
     from elastic_train.orchestrator.barrier import ColdStart
+    from elastic_train.orchestrator.generation import Generation
     from elastic_train.orchestrator.manager import OrchestrationManager
     from elastic_train.orchestrator.scheduler import make_scheduler
     from elastic_train.orchestrator.slot import RunContext
@@ -111,28 +113,13 @@ async def _run(
         metrics=LineFile(folder.metrics),
         clock=clock,
         scheduler=scheduler,
-        barrier=ColdStart(config.orchestrator.replicas),
+        generation=Generation(barrier=ColdStart(config.orchestrator.replicas), snapshot=snapshot),
         host=config.peer_ckpt.advertise_host or ("127.0.0.1" if scheduler.loopback else socket.gethostname()),
         on_metrics=[view.on_metrics],
-        resume=snapshot,
     )
     for note in notes:
         log.emit("note", text=note)
-    return await OrchestrationManager(context, name).run(interrupted)
-
-
-def _interruption() -> asyncio.Event:
-    """Set at the first SIGINT or SIGTERM; a second one ends the process at once."""
-    interrupted, loop = asyncio.Event(), asyncio.get_running_loop()
-
-    def interrupt(number: signal.Signals) -> None:
-        interrupted.set()
-        loop.remove_signal_handler(number)
-        signal.signal(number, signal.SIG_DFL)
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, interrupt, number)
-    return interrupted
+    return await OrchestrationManager(context, name).run(interruption)
 
 
 def _with_seed(config: RunConfig) -> RunConfig:

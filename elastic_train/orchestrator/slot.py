@@ -6,6 +6,7 @@ The slot carries out what the policy decides about its failures. It never looks 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import random
@@ -19,9 +20,17 @@ from elastic_train.config.faults import FaultSpec
 from elastic_train.events import EventLog, LineFile, Record
 from elastic_train.lifecycle import IllegalTransition, ReplicaLifecycle, ReplicaState, Trigger
 from elastic_train.orchestrator.accelerators import find
-from elastic_train.orchestrator.barrier import ColdStart
+from elastic_train.orchestrator.generation import Generation, GenerationOver, Plea
 from elastic_train.orchestrator.monarch_env import trainer_environment
-from elastic_train.orchestrator.policy import Failure, Reallocate, RestartInPlace, Retire, Stop, decide
+from elastic_train.orchestrator.policy import (
+    AskToRestore,
+    Failure,
+    Reallocate,
+    RestartInPlace,
+    Retire,
+    Stop,
+    decide,
+)
 from elastic_train.orchestrator.runfolder import RunFolder
 from elastic_train.orchestrator.scheduler import Allocation, Scheduler
 from elastic_train.orchestrator.supervisor import Supervisor, SupervisorLost
@@ -29,9 +38,8 @@ from elastic_train.orchestrator.turns import StandbyTurns
 from elastic_train.peer_ckpt.directory import Directory
 from elastic_train.peer_ckpt.tls import tls_of
 from elastic_train.replica.actor import SegmentPart
-from elastic_train.replica.durable.folder import DurableSnapshot
 from elastic_train.replica.rank import Incarnation
-from elastic_train.replica.watch.failure import ReplicaFailure
+from elastic_train.replica.watch.failure import PREEMPTED, ReplicaFailure
 from elastic_train.replica.watch.process_watch import ProcessId, is_alive, kill_process
 
 logger = logging.getLogger(__name__)
@@ -40,14 +48,17 @@ _GONE_S = 10.0
 """How long the kernel may take to remove a process that was killed."""
 _GONE_LOOK_S = 0.02
 _TELL_AGAIN_S = 1.0
-_STANDBY_AGAIN_S = 5.0
-"""After a standby that could not be made, and once there is a new ReplicaActor."""
+_STANDBY_PAUSE_S = 5.0
+_STANDBY_PAUSE_MAX_S = 300.0
+"""Before another standby is made for one that was lost or could not be made; it doubles with each in a row."""
 
 _LIFECYCLE_OF_EVENT = {
     "heal_started": Trigger.HEAL_STARTED,
     "heal_finished": Trigger.HEAL_FINISHED,
     "joined": Trigger.JOINED,
 }
+
+_TELLS_OUTER_STEP = frozenset({"sync_committed", "caught_up", "heal_finished"})
 
 
 @dataclass(kw_only=True)
@@ -60,13 +71,12 @@ class RunContext:
     metrics: LineFile
     clock: Clock
     scheduler: Scheduler
-    barrier: ColdStart
+    generation: Generation
+    """The present one."""
     host: str
     """Name under which replicas reach each other."""
     on_metrics: list[Callable[[Record], None]]
     """Called with every record of metrics.jsonl."""
-    resume: DurableSnapshot | None = None
-    """What the run starts from, if not from new parameters."""
     lighthouse: str = ""
     """The Lighthouse's address, once it is known."""
     registry: str = ""
@@ -75,6 +85,8 @@ class RunContext:
     """What a request to the registry or to a replica must show; for this run alone, and written nowhere."""
     turns: StandbyTurns = field(default_factory=StandbyTurns)
     """When a standby may be made."""
+    draining: bool = False
+    """Whether the run is interrupted: nobody is started again."""
     fired: set[str] = field(default_factory=set)
     """Faults that have acted."""
     jitter: random.Random = field(default_factory=random.Random)
@@ -111,6 +123,10 @@ class ReplicaSlot:
         self._telling: asyncio.Task[None] | None = None
         self.finished = False
         """Whether this slot trained to the end itself and holds the last state."""
+        self.has_left = False
+        """Whether its replica was asked to leave and has, with the state of its last commit."""
+        self.outer_step = 0
+        """That of the state which its replica holds, as far as it was heard."""
         self._number = -1
         self._incarnation: Incarnation | None = None
         self._allocation: Allocation | None = None
@@ -119,6 +135,8 @@ class ReplicaSlot:
         self._holder = -1
         """The incarnation whose processes those are."""
         self._failures: list[Failure] = []
+        self._generation = run.generation
+        """To which the current incarnation belongs."""
         self._running_since: float | None = None
         self._offsets = (0, 0)
         self._background: set[asyncio.Future[None]] = set()
@@ -147,9 +165,18 @@ class ReplicaSlot:
         while True:
             if self._allocation is None:
                 await self._allocate()
-            failure = await self._live()
-            self._trains.clear()
+            try:
+                failure = await self._live()
+            except GenerationOver:
+                await self._begin_anew()
+                continue
             await self.pump()
+            self._trains.clear()
+            if self.has_left and failure is None:
+                if self._run.draining:
+                    self.apply(Trigger.DRAINED)
+                    return SlotEnd(state=self.state)
+                failure = self._preempted()
             if failure is None:
                 self.apply(Trigger.FINISHED)
                 self.finished = True
@@ -157,6 +184,10 @@ class ReplicaSlot:
             end = await self._act_on(failure)
             if end is not None:
                 return end
+
+    @property
+    def last_failure(self) -> Failure | None:
+        return self._failures[-1] if self._failures else None
 
     async def pump(self) -> None:
         """Merge what the slot's processes wrote since the last time into the run's log."""
@@ -198,23 +229,40 @@ class ReplicaSlot:
             # A fault that ends the ReplicaActor itself leaves no answer.
             return spec.kind == "replica_actor"
 
-    async def save(self) -> bool:
-        """Let the replica, which has trained to the end, write the last state of the run."""
-        assert self._supervisor is not None, "a slot that trained to the end has its supervisor"
+    async def drain(self, within_s: float) -> None:
+        """Let the replica leave at its next commit, at the latest in so many seconds."""
+        self._run.log.emit("drain_started", replica=self.slot, incarnation=self._number, within_s=within_s)
+        self.apply(Trigger.DRAIN)
+        if self._supervisor is None:
+            return
         try:
-            failure = await self._supervisor.ask("save")
+            await self._supervisor.ask_soon("leave", within_s)
+        except (SupervisorLost, TimeoutError) as error:
+            logger.warning("replica %d could not be asked to leave: %s", self.slot, error)
+
+    async def save(self, *, whole: bool) -> bool:
+        """Let the replica, which trains no more, write its state: all that a run can go on from, or the parameters."""
+        assert self._supervisor is not None, "a slot whose replica trains no more has its supervisor"
+        try:
+            failure = await self._supervisor.ask("save", whole)
         except SupervisorLost as error:
-            logger.warning("replica %d could not write the last state: %s", self.slot, error)
+            logger.warning("replica %d could not write its state: %s", self.slot, error)
             return False
         await self.pump()
         return failure is None
 
-    async def shut_down(self) -> None:
-        """End the slot's processes and give its hosts back."""
+    async def shut_down(self, grace_s: float | None = None) -> None:
+        """End the slot's processes and give its hosts back.
+
+        Args:
+            grace_s: how long they may take to end by themselves; None: ``recovery.stop_timeout_s``.
+        """
+        if grace_s is None:
+            grace_s = self._run.config.recovery.stop_timeout_s
         if self._telling is not None:
             self._telling.cancel()
         if self._supervisor is not None:
-            await self._supervisor.close(self._run.config.recovery.stop_timeout_s)
+            await self._supervisor.close(grace_s)
             await self.pump()
             supervisor, self._supervisor = self._supervisor, None
             await supervisor.stop()
@@ -259,7 +307,8 @@ class ReplicaSlot:
                 incarnation=max(self._number, 0),
                 **{"from": before, "to": after},
             )
-        self._run.turns.starting(self.slot, after is ReplicaState.STARTING)
+        if after is ReplicaState.BACKOFF or after.is_end:
+            self._run.turns.started(self.slot)
         if after is ReplicaState.RUNNING and before is not ReplicaState.RUNNING:
             self._running_since = self._run.clock.monotonic()
 
@@ -276,37 +325,59 @@ class ReplicaSlot:
         """One incarnation, from its processes' start to its end; None if it trained to the end of the run."""
         run = self._run
         self._number += 1
+        self._trains.clear()
+        run.turns.starts(self.slot)
         self._running_since = None
+        self._generation = generation = run.generation
+        self.has_left = False
         self._incarnation = incarnation = Incarnation(
             config=run.config,
             run_dir=run.folder.path,
             slot=self.slot,
             number=self._number,
-            joining=run.barrier.released,
+            joining=generation.barrier.released,
             lighthouse=run.lighthouse,
             host=run.host,
             fired=frozenset(run.fired),
             registry=run.registry,
             token=run.token,
-            resume=run.resume,
+            resume=generation.snapshot,
+            restores=generation.number,
             environment=self._environment(),
         )
         try:
-            supervisor = self._ensure_supervisor()
-            start = supervisor.start(incarnation)
-            failure: ReplicaFailure | None = await (start if incarnation.joining else self._unless_too_late(start))
-            if failure is not None:
-                return failure
-            self.apply(Trigger.READY)
-            if not incarnation.joining:
-                await run.barrier.arrive(self.slot)
-                if self.slot not in run.barrier.released_slots:
-                    return self._too_late()
-                self.apply(Trigger.RELEASED)
-            failure = await supervisor.ask("train")
-            return failure
+            return await generation.unless_over(self._train_to_end(incarnation, generation))
         except SupervisorLost as lost:
             return self._supervisor_lost(lost)
+
+    async def _train_to_end(self, incarnation: Incarnation, generation: Generation) -> ReplicaFailure | None:
+        supervisor = self._ensure_supervisor()
+        start = supervisor.start(incarnation)
+        failure: ReplicaFailure | None = await (start if incarnation.joining else self._unless_too_late(start))
+        if failure is not None:
+            return failure
+        self.apply(Trigger.READY)
+        if not incarnation.joining:
+            generation.holders.add(self.slot)
+            await generation.barrier.arrive(self.slot)
+            if self.slot not in generation.barrier.released_slots:
+                return self._too_late()
+            self.apply(Trigger.RELEASED)
+        failure = await supervisor.ask("train")
+        return failure
+
+    async def _begin_anew(self) -> None:
+        """All replicas go back to a durable snapshot, this one with them, whatever it was doing."""
+        await self.pump()
+        self._trains.clear()
+        self._run.log.emit(
+            "restart_scheduled",
+            replica=self.slot,
+            incarnation=self._number + 1,
+            level=AskToRestore.level,
+            delay_s=0.0,
+        )
+        self.apply(Trigger.RESTORE)
 
     def _environment(self) -> tuple[tuple[str, str], ...]:
         settings = self._run.config.orchestrator
@@ -322,7 +393,8 @@ class ReplicaSlot:
 
     async def _unless_too_late(self, start: Awaitable[ReplicaFailure | None]) -> ReplicaFailure | None:
         """Wait for a start that the cold start waits for; the release without this slot makes it a failure."""
-        starting, released = asyncio.ensure_future(start), asyncio.ensure_future(self._run.barrier.wait())
+        starting = asyncio.ensure_future(start)
+        released = asyncio.ensure_future(self._generation.barrier.wait())
         try:
             await asyncio.wait({starting, released}, return_when=asyncio.FIRST_COMPLETED)
             if starting.done():
@@ -374,6 +446,12 @@ class ReplicaSlot:
         self._log_failure(failure)
         return failure
 
+    def _preempted(self) -> ReplicaFailure:
+        """The replica has left because its host is about to be taken away."""
+        failure = ReplicaFailure(cause="preempted", rank=None, step=self._step, error=PREEMPTED)
+        self._log_failure(failure)
+        return failure
+
     def _log_failure(self, failure: ReplicaFailure) -> None:
         self._run.log.emit("failure_detected", replica=self.slot, incarnation=self._number, **failure.fields())
 
@@ -382,33 +460,53 @@ class ReplicaSlot:
         name = event["event"]
         if name == "fault_injected":
             self._run.fired.add(event["spec"])
+        if name == "standby_started":
+            # Whichever incarnation it was begun beside.
+            self._standing_by = list(zip(event["pids"], event["created"], strict=True))
         if event.get("incarnation") != self._number:
             return
+        if name in _TELLS_OUTER_STEP:
+            self.outer_step = event["outer_step"]
         if name == "procs_started":
             self._processes = list(zip(event["pids"], event["created"], strict=True))
             self._holder = self._number
-        elif name == "standby_started":
-            self._standing_by = list(zip(event["pids"], event["created"], strict=True))
         elif name == "first_step":
+            self._run.turns.started(self.slot)
             self._trains.set()
+        elif name == "replica_left":
+            self.has_left = True
         elif name in _LIFECYCLE_OF_EVENT:
             self.apply(_LIFECYCLE_OF_EVENT[name])
+            if name == "heal_started":
+                self._generation.holders.discard(self.slot)
+            elif name == "heal_finished":
+                self._generation.holders.add(self.slot)
 
     async def _keep_standby(self) -> None:
         """Have a warm standby whenever the replica trains, made when no replica starts."""
+        pause_s = _STANDBY_PAUSE_S
         while True:
             await self._trains.wait()
-            made = False
-            try:
-                async with self._run.turns.turn():
-                    if self._trains.is_set() and self._supervisor is not None:
-                        made = await self._supervisor.ask("make_standby")
-                if made and self._supervisor is not None:
-                    await self._supervisor.ask("standby_gone")
-                    continue
-            except SupervisorLost as lost:
-                logger.info("replica %d: its standby went with its supervisor: %s", self.slot, lost)
-            await asyncio.sleep(_STANDBY_AGAIN_S)
+            if await self._standby_served():
+                pause_s = _STANDBY_PAUSE_S
+                continue
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _STANDBY_PAUSE_MAX_S)
+
+    async def _standby_served(self) -> bool:
+        """Have a standby until it is gone; False if it was lost, or could not be made."""
+        try:
+            async with self._run.turns.turn():
+                if not self._trains.is_set():
+                    return True
+                supervisor = self._supervisor
+                if supervisor is None:
+                    return False
+                await supervisor.ask("make_standby")
+            return bool(await supervisor.ask("standby_gone"))
+        except SupervisorLost as lost:
+            logger.info("replica %d: its standby went with its supervisor: %s", self.slot, lost)
+            return False
 
     # -- after a failure ---------------------------------------------------------------------------------------------
 
@@ -424,16 +522,25 @@ class ReplicaSlot:
             healthy_s=0.0 if self._running_since is None else now - self._running_since,
         )
         self.apply(Trigger.FAILED)
+        history = tuple(self._failures)
+        self._failures.append(failure)
+        self._generation.holders.discard(self.slot)
+        if run.draining:
+            return SlotEnd(state=self.state, cause=failure.cause, reason=failure.error)
         decision = decide(
             failure,
-            self._failures,
+            history,
             live=self._others_live(self.slot),
             min_replicas=run.config.lighthouse.min_replicas,
             recovery=run.config.recovery,
             jitter=run.jitter.random(),
         )
-        self._failures.append(failure)
         match decision:
+            case AskToRestore():
+                self._generation.ask_to_restore(Plea(cause=decision.cause, reason=decision.reason))
+                await self._generation.over()
+                await self._begin_anew()
+                return None
             case Stop():
                 return SlotEnd(state=self.state, cause=decision.cause, reason=decision.reason, stops_run=True)
             case Retire():
@@ -446,7 +553,7 @@ class ReplicaSlot:
                     level=decision.level,
                     delay_s=round(decision.delay_s, 3),
                 )
-                await asyncio.sleep(decision.delay_s)
+                await self._pause(decision.delay_s)
                 if isinstance(decision, RestartInPlace):
                     self.apply(Trigger.RESTART)
                 else:
@@ -454,10 +561,21 @@ class ReplicaSlot:
                     self.apply(Trigger.REALLOCATE)
                 return None
 
+    async def _pause(self, delay_s: float) -> None:
+        """Before a restart. While nobody holds the state there is nobody to join, and if all begin anew, the standby is
+        wanted for that."""
+
+        async def pausing() -> None:
+            await asyncio.sleep(delay_s)
+            await self._generation.worth_joining()
+
+        with contextlib.suppress(GenerationOver):
+            await self._generation.unless_over(pausing())
+
     async def _retire(self, cause: str) -> SlotEnd:
         self._run.log.emit("replica_retired", replica=self.slot, incarnation=self._number, cause=cause)
         self.apply(Trigger.RETIRE)
-        self._run.barrier.give_up(self.slot)
+        self._run.generation.barrier.give_up(self.slot)
         await self.shut_down()
         # Not before its processes are gone: from then on others read its data.
         if self._run.registry and not any(is_alive(process) for process in self._processes):

@@ -19,15 +19,16 @@ class StandbyTurns:
         self._quiet = asyncio.Event()
         self._quiet.set()
 
-    def starting(self, slot: int, is_starting: bool) -> None:
-        """A replica has begun to start, or has done with it."""
-        if is_starting:
-            self._starting.add(slot)
-            self._quiet.clear()
-        else:
-            self._starting.discard(slot)
-            if not self._starting:
-                self._quiet.set()
+    def starts(self, slot: int) -> None:
+        """A replica has begun to start."""
+        self._starting.add(slot)
+        self._quiet.clear()
+
+    def started(self, slot: int) -> None:
+        """A replica has done its first step, or will not come to it."""
+        self._starting.discard(slot)
+        if not self._starting:
+            self._quiet.set()
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:

@@ -21,7 +21,7 @@ from elastic_train.peer_ckpt.transfer import (
     Unwanted,
 )
 
-__all__ = ["Donor", "Fetched", "PeerClient", "TransferFailed", "Unwanted"]
+__all__ = ["Allocate", "Donor", "Fetched", "PeerClient", "TransferFailed", "Unwanted"]
 
 _STREAMS = 2
 """Connections to a donor: while the parts of one are checked, those of the other arrive."""
@@ -43,8 +43,13 @@ def _unseen(received: int, total: int, by_donor: Mapping[Donor, int]) -> None:
 class PeerClient:
     """Asks any number of peers; may be used from several threads."""
 
-    def __init__(self, token: str, *, tls: Tls | None = None) -> None:
+    def __init__(self, token: str, *, channel_device: torch.device | None = None, tls: Tls | None = None) -> None:
+        """
+        Args:
+            channel_device: where the tensors of channels are, by which states are fetched; None: by connections alone.
+        """
         self._token = token
+        self._channel_device = channel_device
         self._tls = tls
 
     def status(
@@ -120,6 +125,7 @@ class PeerClient:
             idle_s=idle_s,
             streams=streams,
             into=into,
+            channel_device=self._channel_device,
         )
         return transfer.run(donors, replace, on_progress, alive)
 

@@ -13,7 +13,8 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from elastic_train.peer_ckpt.donor_list import DonorList
-from elastic_train.peer_ckpt.request import RequestFailed, ask
+from elastic_train.peer_ckpt.outage import Outage
+from elastic_train.peer_ckpt.request import RequestFailed, RequestRefused, ask
 from elastic_train.peer_ckpt.roll import PeerEntry, Roll
 from elastic_train.peer_ckpt.tls import Tls
 
@@ -28,7 +29,11 @@ _TELL_S = 10.0
 
 
 class RegistryUnreachable(RuntimeError):
-    """A replica could not be registered, so its peers could not find it."""
+    """A replica could not be registered for too long, so its peers could not find it."""
+
+
+class RegistrationRefused(RuntimeError):
+    """The registry does not let this incarnation in: it has ended, as far as anybody knows."""
 
 
 class Directory:
@@ -45,29 +50,39 @@ class Directory:
         self._known = Roll()
         self._registered: dict[str, Any] | None = None
         """What was told of ourselves."""
+        self._outage = Outage("the registry of the replicas", logger)
         self._guard = threading.Lock()
 
-    def register(self, slot: int, incarnation: int, addresses: Sequence[str]) -> None:
+    def register(self, slot: int, incarnation: int, addresses: Sequence[str]) -> bool:
         """Say where the ranks of a replica are. Addresses in the order of its ranks.
 
+        Returns:
+            False if nobody heard it.
+
         Raises:
-            RegistryUnreachable: the first time only: the registry does not answer, or knows that it has ended.
+            RegistrationRefused: the registry knows that it has ended.
         """
         body = {"slot": slot, "incarnation": incarnation, "addresses": list(addresses)}
         try:
             self._tell("/register", body)
-        except RequestFailed as error:
-            if self._registered is None:
-                raise RegistryUnreachable(f"replica {slot} could not be registered: {error}") from error
-            logger.warning("replica %d could not be registered again: %s", slot, error)
+        except RequestRefused as error:
+            raise RegistrationRefused(f"replica {slot} could not be registered: {error}") from error
+        except RequestFailed:
+            return False
         self._registered = body
+        return True
 
     def ended(self, slot: int, incarnation: int) -> bool:
-        """Say that no process of an incarnation is left, nor of one before it; False if nobody heard it."""
+        """Say that no process of an incarnation is left, nor of one before it; False if nobody heard it.
+
+        Who says so has seen it, so here it is known in any case, and ``refresh`` tells it again.
+        """
+        with self._guard:
+            self._known = self._known.with_end(slot, incarnation)
         try:
             self._tell("/ended", {"slot": slot, "incarnation": incarnation})
         except RequestFailed as error:
-            logger.warning("the end of replica %d's incarnation %d could not be told: %s", slot, incarnation, error)
+            logger.debug("the end of replica %d's incarnation %d could not be told: %s", slot, incarnation, error)
             return False
         return True
 
@@ -97,7 +112,7 @@ class Directory:
         try:
             told = self._tell("/held", body, timeout_s=_LOOK_S)
         except RequestFailed as error:
-            logger.info("that replica %d holds outer step %d could not be told: %s", slot, outer_step, error)
+            logger.debug("that replica %d holds outer step %d could not be told: %s", slot, outer_step, error)
             return
         self._remind(told)
 
@@ -141,7 +156,7 @@ class Directory:
         try:
             return DonorList.from_json(self._ask("/donors", body, timeout_s=_CHOICE_S))
         except (RequestFailed, ValueError) as error:
-            logger.warning("replica %d learns of no donors: %s", slot, error)
+            logger.debug("replica %d learns of no donors: %s", slot, error)
             return None
 
     def taken(self, slot: int, incarnation: int) -> None:
@@ -149,14 +164,24 @@ class Directory:
         try:
             self._tell("/taken", {"slot": slot, "incarnation": incarnation}, timeout_s=_LOOK_S)
         except RequestFailed as error:
-            logger.info("that replica %d has its state could not be told: %s", slot, error)
+            logger.debug("that replica %d has its state could not be told: %s", slot, error)
+
+    def refresh(self) -> bool:
+        """Hear what is new, and tell the registry what it does not know, as one that was started anew; False if it does
+        not answer."""
+        try:
+            self._remind(self._learn(self._ask("/roll", timeout_s=_LOOK_S)))
+        except RequestFailed as error:
+            logger.debug("nothing new about the peers: %s", error)
+            return False
+        return True
 
     def roll(self) -> Roll:
         """All that is known, just asked for; what was known before, if the registry does not answer."""
         try:
             self._learn(self._ask("/roll", timeout_s=_LOOK_S))
         except RequestFailed as error:
-            logger.info("nothing new about the peers: %s", error)
+            logger.debug("nothing new about the peers: %s", error)
         return self._known
 
     @property
@@ -177,22 +202,39 @@ class Directory:
         return self._learn(self._ask(target, body, timeout_s=timeout_s))
 
     def _ask(self, target: str, body: Mapping[str, Any] | None = None, *, timeout_s: float) -> Any:
-        return ask(self._url, target, self._token, timeout_s=timeout_s, body=body, tls=self._tls)
+        try:
+            answer = ask(self._url, target, self._token, timeout_s=timeout_s, body=body, tls=self._tls)
+        except RequestRefused as error:
+            self._outage.is_over()
+            logger.warning("%s", error)
+            raise
+        except RequestFailed as error:
+            self._outage.goes_on(error)
+            raise
+        self._outage.is_over()
+        return answer
 
     def _tell_retired(self, slots: Sequence[int]) -> bool:
         for slot in slots:
             try:
                 self._tell("/retired", {"slot": slot})
             except RequestFailed as error:
-                logger.warning("that replica %d is retired could not be told: %s", slot, error)
+                logger.debug("that replica %d is retired could not be told: %s", slot, error)
                 return False
         return True
 
     def _remind(self, told: Roll) -> None:
-        """Tell the registry again what it has forgotten of ourselves and of the retired."""
-        mine, retired = self._registered, self._known.retired
-        if mine is not None and mine["slot"] not in told.peers and not told.is_dead(mine["slot"], mine["incarnation"]):
-            self.register(mine["slot"], mine["incarnation"], mine["addresses"])
+        """Tell the registry again what it has forgotten: of ourselves, of the dead and of the retired."""
+        known = self._known
+        for slot, incarnation in known.ended.items():
+            if told.ended.get(slot, -1) < incarnation:
+                self.ended(slot, incarnation)
+        mine, retired = self._registered, known.retired
+        if mine is not None and mine["slot"] not in told.peers and not known.is_dead(mine["slot"], mine["incarnation"]):
+            try:
+                self.register(mine["slot"], mine["incarnation"], mine["addresses"])
+            except RegistrationRefused as error:
+                logger.warning("%s", error)
         if retired[: len(told.retired)] == told.retired:
             self._tell_retired(retired[len(told.retired) :])
 

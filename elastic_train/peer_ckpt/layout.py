@@ -24,7 +24,7 @@ HEADER_LIMIT = 64 << 20
 
 _ALIGN = 8
 _METADATA = "__metadata__"
-_DTYPES = {
+DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
     "I8": torch.int8,
@@ -41,7 +41,8 @@ _DTYPES = {
     "F32": torch.float32,
     "F64": torch.float64,
 }
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+"""Types of tensors by their names in a safetensors file."""
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class LayoutError(ValueError):
@@ -117,7 +118,7 @@ class Layout:
         for place in self.places:
             start, end = end, end + place.size
             described[f"{place.section}/{place.name}"] = {
-                "dtype": _NAMES[place.dtype],
+                "dtype": DTYPE_NAMES[place.dtype],
                 "shape": place.shape,
                 "data_offsets": (start, end),
             }
@@ -151,7 +152,7 @@ class Layout:
                 if (at := sections.index(section)) < last:
                     raise LayoutError(f"{full_name} lies behind another section")
                 last = at
-                place = Place(section=section, name=name, dtype=_DTYPES[entry["dtype"]], shape=shape)
+                place = Place(section=section, name=name, dtype=DTYPES[entry["dtype"]], shape=shape)
                 if entry["data_offsets"] != [end, end + place.size]:
                     raise LayoutError(f"{full_name} is not where it must be")
                 end += place.size

@@ -27,6 +27,10 @@ class RequestFailed(Exception):
     """No answer, or not one to what was asked; its text says who was asked and what happened."""
 
 
+class RequestRefused(RequestFailed):
+    """Who was asked has answered that it will not do it."""
+
+
 class Answer:
     """The body of an answer, read as it comes in."""
 
@@ -43,6 +47,8 @@ class Answer:
         self._idle_s = idle_s
         self._status = int(status[:3])
         self._is_last = version == "HTTP/1.0" or head.is_last or "content-length" not in head.fields
+        self.kind = head.fields.get("content-type", "")
+        """What the bytes are, as the server says."""
         self.length = head.length
         """Bytes that are still to be read."""
 
@@ -121,8 +127,9 @@ class Connection:
             body: sent along as JSON, by POST; None: a GET.
 
         Raises:
-            RequestFailed: no connection, no answer, an answer that is an error, or the time is up; also for an
-                OSError or ValueError of the one who reads the answer.
+            RequestRefused: the answer is an error.
+            RequestFailed: no connection, no answer, or the time is up; also for an OSError or ValueError of the one
+                who reads the answer.
         """
         with self._guard:
             self._asking = True
@@ -131,7 +138,7 @@ class Connection:
             answer = self._ask(self._message(target, body), deadline)
             if answer.status != HTTPStatus.OK:
                 reason = answer.read(min(answer.length, _REASON_LIMIT)).decode(errors="replace")
-                raise RequestFailed(f"{self._address}{target} is refused: {answer.status} {reason}")
+                raise RequestRefused(f"{self._address}{target} is refused: {answer.status} {reason}")
             yield answer
         except (OSError, ValueError) as error:
             raise RequestFailed(f"{self._address}{target}: {str(error) or type(error).__name__}") from error

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import re
 import threading
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from http import HTTPStatus
 from typing import Any
 
+import torch
 import xxhash
 
+from elastic_train.peer_ckpt.channel import CHECKSUMS, Channel, ChannelBroken, Channels, pieces
 from elastic_train.peer_ckpt.layout import Layout
 from elastic_train.peer_ckpt.manifest import CHECKSUM_BYTES, encode_manifest
-from elastic_train.peer_ckpt.parts import PART_BYTES, Part, part_bytes_of, views
+from elastic_train.peer_ckpt.parts import PART_BYTES, Part, part_bytes_of, spans
 from elastic_train.peer_ckpt.service import BadRequest, Exchange, TokenServer
+from elastic_train.peer_ckpt.shards import raw_bytes
+from elastic_train.peer_ckpt.shared_memory import SharedMemory
 from elastic_train.peer_ckpt.snapshot import Retired, Snapshot
 from elastic_train.peer_ckpt.tls import Tls
 
@@ -33,6 +37,9 @@ _REMEMBERED = 64
 _BYTES = "application/octet-stream"
 _PIECE = 1 << 20
 """Bytes: still in the processor's cache when they are sent, after their checksum was computed."""
+_CHANNEL = "channel"
+_WORTH_A_FILE = 64 << 10
+"""Bytes: a smaller tensor is copied sooner than its pages are handed over."""
 
 
 class PeerServer:
@@ -40,7 +47,9 @@ class PeerServer:
 
     ``/status?attempt=&dead=1,2``: how this rank stands;
     ``/manifest?outer_step=&sections=a,b&wait_ms=&for=``: what those sections hold;
-    ``/part?outer_step=&section=&start=&stop=&for=``: the bytes of a part, and their checksum;
+    ``/part?outer_step=&section=&start=&stop=&for=``: the bytes of a part, and their checksum; with ``by=channel``, and
+    if this connection has one, only the checksums of the pieces in which the part comes over the channel;
+    ``/channel`` (POST: library, bound_s): a channel that lasts as long as this connection, and the invitation to it;
     ``/taken?outer_step=&for=``: nothing; they say that they have the state and that it is sound.
 
     Without ``outer_step`` the newest is meant; ``wait_ms`` says how long it may be waited for; ``for`` is the joiner,
@@ -56,6 +65,8 @@ class PeerServer:
         *,
         keep: int = 2,
         part_bytes: int = PART_BYTES,
+        memory: SharedMemory | None = None,
+        channels: Channels | None = None,
         tls: Tls | None = None,
     ) -> None:
         """
@@ -65,7 +76,9 @@ class PeerServer:
             on_served: called in a thread of the server, once for a joiner and a snapshot.
             keep: snapshots that are served at the same time, the newest ones.
             part_bytes: the most that is sent, checked and lost as one.
-            tls: None: in plain text, for networks that are the run's own.
+            memory: where tensors of snapshots may lie; from there they are sent without a copy, if not encrypted.
+            channels: those by which parts may be sent; None: they go by connections alone.
+            tls: None: in plain text, for networks that are the run's own. What goes over channels is in any case.
 
         Raises:
             OSError: it cannot listen there.
@@ -77,6 +90,8 @@ class PeerServer:
         self._on_served = on_served
         self._keep = keep
         self._part_bytes = part_bytes
+        self._memory = memory
+        self._channels = channels
         self._changed = threading.Condition()
         self._shown: list[Snapshot] = []
         self._begun: OrderedDict[tuple[int, str], Mapping[str, Any]] = OrderedDict()
@@ -129,6 +144,8 @@ class PeerServer:
                 self._send_manifest(exchange)
             case "/part":
                 self._send_part(exchange)
+            case "/channel":
+                self._open_channel(exchange)
             case "/taken":
                 self._note_taken(exchange)
             case other:
@@ -184,16 +201,56 @@ class PeerServer:
             raise BadRequest(f"{section} has no bytes {part.start} to {part.stop}")
         try:
             with self._sending_to(joiner), snapshot.reading(section, exchange.cut_off) as tensors:
+                if exchange.arguments.get("by") == _CHANNEL and _CHANNEL in exchange.companions:
+                    _send_over_channel(exchange, pieces(list(tensors.values()), part))
+                    return
                 exchange.begin(part.size + CHECKSUM_BYTES, _BYTES)
                 digest = xxhash.xxh3_64()
-                for view in views(list(tensors.values()), part):
-                    for start in range(0, len(view), _PIECE):
-                        piece = view[start : start + _PIECE]
-                        digest.update(piece)
-                        exchange.send(piece)
+                listed = list(tensors.values())
+                for index, start, stop in spans([tensor.nbytes for tensor in listed], part):
+                    self._send_bytes(exchange, listed[index], start, stop, digest)
+                # Pages of a file may still wait in the socket when the section is retired: what is written there then
+                # does not fit this checksum, so the joiner loses the part and never takes it for whole.
                 exchange.send(memoryview(digest.digest()))
         except Retired:
             exchange.refuse(HTTPStatus.GONE, f"being written anew: {section}")
+
+    def _send_bytes(
+        self, exchange: Exchange, tensor: torch.Tensor, start: int, stop: int, digest: xxhash.xxh3_64
+    ) -> None:
+        """Send some bytes of a tensor, and let them be part of the checksum."""
+        place = None
+        if self._memory is not None and exchange.takes_files and stop - start >= _WORTH_A_FILE:
+            place = self._memory.locate(tensor)
+        content = raw_bytes(tensor)[start:stop]
+        for at in range(0, len(content), _PIECE):
+            piece = content[at : at + _PIECE]
+            digest.update(piece)
+            if place is None:
+                exchange.send(piece)
+            else:
+                exchange.send_file(place.file, place.start + start + at, len(piece))
+
+    def _open_channel(self, exchange: Exchange) -> None:
+        match exchange.read_json():
+            case {"library": str(library), "bound_s": int() | float() as bound_s} if bound_s > 0:
+                pass
+            case _:
+                raise BadRequest("a channel needs a library and a bound_s")
+        if self._channels is None or library != self._channels.library:
+            exchange.refuse(HTTPStatus.NOT_IMPLEMENTED, f"there are no channels of {library}")
+            return
+        if _CHANNEL in exchange.companions:
+            exchange.refuse(HTTPStatus.CONFLICT, "this connection has a channel")
+            return
+        try:
+            channel = self._channels.open(bound_s, lambda invitation: exchange.answer(invitation.to_json()))
+        except ChannelBroken as error:
+            if exchange.has_begun:
+                raise
+            exchange.refuse(HTTPStatus.SERVICE_UNAVAILABLE, str(error))
+            return
+        exchange.companions[_CHANNEL] = channel
 
     def _note_taken(self, exchange: Exchange) -> None:
         outer_step, joiner = _number(exchange, "outer_step"), _joiner(exchange)
@@ -241,6 +298,24 @@ class PeerServer:
                 self._taking[joiner] -= 1
                 if not self._taking[joiner]:
                     del self._taking[joiner]
+
+
+def _send_over_channel(exchange: Exchange, content: list[memoryview]) -> None:
+    """Send pieces over the connection's channel, and here the checksum of each once it has left.
+
+    When the section is retired, a few may still be on their way. Their checksums are from before, and never leave.
+    """
+    channel = exchange.companions[_CHANNEL]
+    assert isinstance(channel, Channel)
+    checksums: deque[bytes] = deque()
+
+    def checked() -> Iterator[memoryview]:
+        for piece in content:
+            checksums.append(xxhash.xxh3_64_digest(piece))
+            yield piece
+
+    exchange.begin(CHECKSUM_BYTES * len(content), CHECKSUMS)
+    channel.send(checked(), lambda: exchange.send(memoryview(checksums.popleft())))
 
 
 def _may_be_read(exchange: Exchange, snapshot: Snapshot, sections: list[str]) -> bool:

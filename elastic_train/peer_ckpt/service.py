@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from http import HTTPStatus
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import parse_qsl
 
 from elastic_train.peer_ckpt.tls import Tls
@@ -43,13 +43,20 @@ class BadRequest(ValueError):
     """What was asked cannot be understood; its text says why."""
 
 
+class Closeable(Protocol):
+    """What has an end."""
+
+    def close(self) -> None: ...
+
+
 class Exchange:
     """One request of somebody who has the token, and its answer."""
 
-    def __init__(self, wire: Wire, peer: str, head: Head) -> None:
+    def __init__(self, wire: Wire, peer: str, head: Head, companions: dict[str, Closeable] | None = None) -> None:
         """
         Args:
             peer: who asks, for the log.
+            companions: of the connection.
 
         Raises:
             BadRequest: this is the head of no request.
@@ -61,6 +68,8 @@ class Exchange:
                 raise BadRequest("this is no GET and no POST of HTTP/1.1")
         self.command = command
         self.path = path
+        self.companions = {} if companions is None else companions
+        """What requests on this connection have left for later ones; closed when the connection ends."""
         self._wire = wire
         self._peer = peer
         self._unread = head.length
@@ -124,10 +133,28 @@ class Exchange:
         self._transmit(content)
         self._owed = (self._owed or 0) - len(content)
 
+    @property
+    def takes_files(self) -> bool:
+        """Whether ``send_file`` can be used."""
+        return self._wire.takes_files
+
+    def send_file(self, file: int, start: int, size: int) -> None:
+        """Send bytes of a file as a part of the answer, without a copy. They are not fixed before the other side has
+        them, so a checksum must follow (``Wire.send_file``).
+
+        Args:
+            file: descriptor.
+
+        Raises:
+            OSError: as for ``send``.
+        """
+        self._wire.send_file(file, start, size, float("inf"), _SILENCE_S)
+        self._owed = (self._owed or 0) - size
+
     def cut_off(self) -> None:
         """End the connection from another thread.
 
-        Once this returns, nothing is sent of what memory holds from then on.
+        Once this returns, nothing is sent of what memory holds from then on, but for files' pages on their way.
         """
         self._wire.cut_off()
 
@@ -237,6 +264,14 @@ class TokenServer:
             self._guests.see_off(wire)
 
     def _converse(self, wire: Wire, peer: str) -> None:
+        companions: dict[str, Closeable] = {}
+        try:
+            self._answer_requests(wire, peer, companions)
+        finally:
+            for companion in companions.values():
+                companion.close()
+
+    def _answer_requests(self, wire: Wire, peer: str, companions: dict[str, Closeable]) -> None:
         deadline = time.monotonic() + _HEAD_S
         wire.shake_hands(deadline, _HEAD_S)
         while True:
@@ -246,7 +281,7 @@ class TokenServer:
                     self._strangers.note(f"{peer} has not the token of the run")
                     _turn_away(wire, HTTPStatus.UNAUTHORIZED, "this needs the token of the run")
                     return
-                exchange = Exchange(wire, peer, head)
+                exchange = Exchange(wire, peer, head, companions)
             except (BadHead, BadRequest) as error:
                 self._strangers.note(f"{peer} sends what is no request")
                 _turn_away(wire, HTTPStatus.BAD_REQUEST, str(error))

@@ -64,6 +64,9 @@ class Snapshot:
     def retire(self, section: str) -> None:
         """Give up a section: when this returns, nobody reads its memory, and nobody will.
 
+        Pages that the kernel was given to send (``Wire.send_file``), or a collective library (``Channel.send``), may
+        still be on their way; the checksum behind them does not fit what is written there from now on.
+
         Raises:
             KeyError: there is no such section.
         """
@@ -82,7 +85,7 @@ class Snapshot:
 
         Args:
             cut_off: called from another thread if the section is retired meanwhile. When it returns, the memory
-                must not be read any more; it must not wait for anything.
+                must not be read any more, or not for anything that counts; it must not wait for anything.
 
         Raises:
             KeyError: there is no such section.

@@ -16,24 +16,23 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from urllib.parse import urlencode
 
 import torch
-import xxhash
 
 from elastic_train.peer_ckpt.layout import Layout, LayoutError
-from elastic_train.peer_ckpt.manifest import CHECKSUM_BYTES, read_manifest
-from elastic_train.peer_ckpt.parts import Part, views
+from elastic_train.peer_ckpt.manifest import read_manifest
+from elastic_train.peer_ckpt.parts import Part
 from elastic_train.peer_ckpt.request import Connection, RequestFailed
 from elastic_train.peer_ckpt.snapshot import Snapshot
+from elastic_train.peer_ckpt.stream import Stream
 
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.1
 """How long the caller's thread waits at most before it looks around again."""
-_PIECE = 1 << 20
-"""Bytes: still in the processor's cache when their checksum is computed."""
 _PATIENCE = 0.8
 """Of the allowed silence: how long a donor may wait for a state that it is just about to publish."""
 
@@ -59,6 +58,8 @@ class Fetched:
     """The bytes that came from each; donors that gave none are not listed."""
     refetched: int
     """Bytes that arrived in vain and were fetched once more."""
+    by_channel: int = 0
+    """Bytes that came over channels, also in vain."""
 
 
 class TransferFailed(Exception):
@@ -134,8 +135,9 @@ class _Link:
         self.threads: list[threading.Thread] = []
         self.running = 0
         """Threads that may still touch the new tensors."""
-        self.arrived = 0
-        """Bytes, also of what did not count."""
+        self.streams: list[Stream] = []
+        self.takes_channels = True
+        """Whether there is no reason yet to think that it has none to give."""
 
 
 class Transfer:
@@ -153,10 +155,12 @@ class Transfer:
         idle_s: float,
         streams: int,
         into: Allocate,
+        channel_device: torch.device | None = None,
     ) -> None:
         """
         Args:
             connect: a connection to an address, not connected yet, that gives up after a silence of ``idle_s``.
+            channel_device: where the tensors of channels are; None: parts come over the connections.
 
         The others are those of ``PeerClient.fetch``.
         """
@@ -169,9 +173,11 @@ class Transfer:
         self._want = want
         self._joiner = joiner
         self._timeout_s = timeout_s
+        self._idle_s = idle_s
         self._wait_ms = int(idle_s * 1000 * _PATIENCE)
         self._streams = streams
         self._into = into
+        self._channel_device = channel_device
         self._deadline = time.monotonic() + timeout_s
         self._shared = _Work([section for section in sections if section in shared])
         self._own = _Work([section for section in sections if section not in shared])
@@ -324,11 +330,16 @@ class Transfer:
         header = described.offers[self._own if self._own.sections else self._shared].header
         tensors = self._own.tensors | self._shared.tensors
         received, _, donors = self._progress()
+        streams = [stream for link in self._links.values() for stream in link.streams]
+        by_channel = sum(stream.by_channel for stream in streams)
+        if self._channel_device is not None:
+            logger.info("%d bytes of outer step %d came over channels", by_channel, self._want)
         return Fetched(
             snapshot=Snapshot(header, {section: tensors[section] for section in self._sections}),
             primary=described.donor,
             donors=donors,
-            refetched=sum(link.arrived for link in self._links.values()) - received,
+            refetched=sum(stream.arrived for stream in streams) - received,
+            by_channel=by_channel,
         )
 
     def _end(self) -> None:
@@ -363,33 +374,42 @@ class Transfer:
 
     def _haul(self, link: _Link, connection: Connection) -> None:
         """Fetch parts, as long as there are any that this donor can give."""
-        while (taken := self._take(link)) is not None:
-            work, part = taken
-            arrived, is_right = 0, False
-            try:
-                digest = xxhash.xxh3_64()
-                target = self._target("part", section=part.section, start=part.start, stop=part.stop)
-                with connection.request(target, deadline=self._deadline) as answer:
-                    if answer.length != part.size + CHECKSUM_BYTES:
-                        raise LayoutError(f"the part has {answer.length} bytes")
-                    for view in views(list(work.tensors[part.section].values()), part):
-                        for start in range(0, len(view), _PIECE):
-                            piece = view[start : start + _PIECE]
-                            answer.read_into(piece)
-                            digest.update(piece)
-                            arrived += len(piece)
-                    if answer.read(CHECKSUM_BYTES) != digest.digest():
-                        raise LayoutError(f"bytes {part.start} to {part.stop} of {part.section} arrived damaged")
-                is_right = True
-            finally:
-                with self._changed:
-                    link.arrived += arrived
-                    work.in_flight -= 1
-                    if is_right and not self._is_over(link):
-                        work.settled[link] += part.size
-                    else:
-                        work.missing.appendleft(part)
-                    self._tell()
+        stream = Stream(connection, self._deadline, f"replica {link.donor.slot}")
+        with self._changed:
+            link.streams.append(stream)
+        with closing(stream):
+            self._open_channel(link, stream)
+            while (taken := self._take(link)) is not None:
+                work, part = taken
+                is_right = False
+                try:
+                    target = self._target("part", section=part.section, start=part.start, stop=part.stop)
+                    stream.fetch(target, list(work.tensors[part.section].values()), part)
+                    is_right = True
+                finally:
+                    with self._changed:
+                        work.in_flight -= 1
+                        if is_right and not self._is_over(link):
+                            work.settled[link] += part.size
+                        else:
+                            work.missing.appendleft(part)
+                        self._tell()
+
+    def _open_channel(self, link: _Link, stream: Stream) -> None:
+        """If there are to be channels; a donor that has none to give is as good without."""
+        if self._channel_device is None or not link.takes_channels:
+            return
+        try:
+            stream.open_channel(self._target("channel"), self._channel_device, self._idle_s)
+        except RequestFailed as error:
+            self._do_without_channels(link, str(error))
+
+    def _do_without_channels(self, link: _Link, reason: str) -> None:
+        with self._changed:
+            is_known = not link.takes_channels or self._is_over(link)
+            link.takes_channels = False
+        if not is_known:
+            logger.info("parts of replica %d come over connections, not channels: %s", link.donor.slot, reason)
 
     def _take(self, link: _Link) -> tuple[_Work, Part] | None:
         """What this donor is to give next; waits for it. None: nothing any more."""

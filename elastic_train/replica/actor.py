@@ -28,20 +28,35 @@ from elastic_train.futures import result
 from elastic_train.peer_ckpt.directory import Directory
 from elastic_train.peer_ckpt.tls import tls_of
 from elastic_train.process_log import print_to
+from elastic_train.replica.memory_files import MemoryFiles, keeps_memory
 from elastic_train.replica.procs import Procs, end_all
-from elastic_train.replica.rank import Incarnation, SegmentPaths, beacon_path, supervisor_log_path
+from elastic_train.replica.rank import (
+    Incarnation,
+    SegmentPaths,
+    beacon_path,
+    stack_answer_path,
+    stacks_folder,
+    supervisor_log_path,
+)
 from elastic_train.replica.standby import Standby
 from elastic_train.replica.trainer_actor import TrainerActor
 from elastic_train.replica.watch.beacon import BeaconReader, Budgets, hang
-from elastic_train.replica.watch.failure import ReplicaFailure
+from elastic_train.replica.watch.failure import PREEMPTED, ReplicaFailure
 from elastic_train.replica.watch.process_end import ProcessEnd, crashed_ranks, of_process, of_status
 from elastic_train.replica.watch.process_watch import ProcessId, ProcessWatch
+from elastic_train.replica.watch.stacks import RankProcess, stacks_tell_of, write_stacks
 
 logger = logging.getLogger(__name__)
 
 _WATCH_S = 0.1
 _SETTLE_S = 1.5
 """A rank that lost a peer says so before the peer's own death is known; the cause is worth a moment's wait."""
+
+_STACKS_S = 10.0
+"""Where ranks stand is worth a moment, and no more if the disk hangs too."""
+
+_REMIND_S = 5.0
+"""Rare enough for any number of replicas: peers wait for an end only in a doubt."""
 
 _ENDED_UNSEEN = "its process ended and nobody saw how"
 
@@ -63,11 +78,14 @@ class ReplicaActor(Actor):
         self._slot = slot
         self._writer = EventWriter(SegmentPaths.of(run_dir, slot).events, SystemClock(), replica=slot)
         self._incarnation: Incarnation | None = None
+        self._replaced: Incarnation | None = None
+        """One that is being ended in favour of the next, though it had not failed."""
         self._handle: Any = None
         self._starting: asyncio.Task[ReplicaFailure | None] | None = None
         self._procs: Procs | None = None
         self._trainers: Any = None
         self._standby: Standby | None = None
+        self._memory = MemoryFiles()
         self._orphans: list[ProcessId] = []
         """Processes on this host that a ReplicaActor before this one left behind."""
         self._holder = -1
@@ -75,8 +93,11 @@ class ReplicaActor(Actor):
         self._told_end = -1
         """The newest incarnation of which the registry knows that it has ended."""
         self._directory: Directory | None = None
+        self._reminding: asyncio.Task[None] | None = None
         self._ending = asyncio.Lock()
         self._meshes = 0
+        self._warned: Incarnation | None = None
+        """One that leaves because a process of it was told that it is about to be killed."""
         self._reports: list[ReplicaFailure] = []
         self._ends: dict[int, ProcessEnd] = {}
         self._reported = asyncio.Event()
@@ -108,9 +129,10 @@ class ReplicaActor(Actor):
             # The manager gave up waiting for the incarnation before; its start must not go on beside this one.
             self._starting.cancel()
             await asyncio.wait({self._starting})
-        if incarnation.registry:
+        if incarnation.registry and self._directory is None:
             tls = tls_of(incarnation.config.peer_ckpt)
             self._directory = Directory(incarnation.registry, incarnation.token, tls=tls)
+            self._reminding = asyncio.ensure_future(self._remind(self._directory))
         self._adopt_orphans(incarnation)
         fired = incarnation.fired | self._fired_here(incarnation)
         told = replace(incarnation, supervisor_pid=os.getpid(), fired=fired)
@@ -122,13 +144,53 @@ class ReplicaActor(Actor):
 
     @concurrent_endpoint
     async def train(self) -> ReplicaFailure | None:
-        """Train to the end of the run. None: it got there, and its processes still hold the state."""
-        return await self._on_all_ranks("train")
+        """Train to the end of the run, or until the replica is to leave. None: it got there, and its processes still
+        hold the state."""
+        heeding = asyncio.ensure_future(self._heed_warnings())
+        try:
+            return await self._on_all_ranks("train")
+        finally:
+            heeding.cancel()
+            await asyncio.gather(heeding, return_exceptions=True)
+
+    async def _heed_warnings(self) -> None:
+        """Let the replica leave once a process of it was told from outside that it is about to be killed."""
+        incarnation, procs = self._incarnation, self._procs
+        if incarnation is None or procs is None:
+            return
+        ranks = range(incarnation.config.orchestrator.procs_per_replica)
+        warnings = [asyncio.ensure_future(result(procs.notices.slice(gpus=rank).warned.call_one())) for rank in ranks]
+        try:
+            done, _ = await asyncio.wait(warnings, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for warning in warnings:
+                warning.cancel()
+            await asyncio.gather(*warnings, return_exceptions=True)
+        # One that has died gives an error, and Monarch's own end of a mesh looks like a warning.
+        rank = next((rank for rank in ranks if warnings[rank] in done and not warnings[rank].exception()), None)
+        if rank is None or incarnation is not self._incarnation or procs is not self._procs:
+            return
+        self._warned = incarnation
+        within_s = incarnation.config.recovery.preemption_grace_s
+        self._events(incarnation).emit("drain_started", rank=rank, within_s=within_s, cause="preempted")
+        await self._tell_to_leave(procs, within_s)
 
     @concurrent_endpoint
-    async def save(self) -> ReplicaFailure | None:
-        """Write the last state of the run."""
-        return await self._on_all_ranks("save")
+    async def leave(self, within_s: float) -> bool:
+        """Let the replica end its training at its next commit, at the latest in so many seconds; False if it has not
+        begun. Its processes stay, with the state of the last commit."""
+        if self._procs is None:
+            return False
+        await self._tell_to_leave(self._procs, within_s)
+        return True
+
+    async def _tell_to_leave(self, procs: Procs, within_s: float) -> None:
+        await result(procs.notices.slice(gpus=0).leave.call_one(within_s))
+
+    @concurrent_endpoint
+    async def save(self, whole: bool) -> ReplicaFailure | None:
+        """Write the state, the whole of it or the parameters alone."""
+        return await self._on_all_ranks("save", whole)
 
     @concurrent_endpoint
     async def report_training_error(self, slot: int, rank: int, incarnation: int, cause: str, traceback: str) -> None:
@@ -173,37 +235,40 @@ class ReplicaActor(Actor):
         if self._starting is not None:
             self._starting.cancel()
             await asyncio.wait({self._starting})
+        ending = asyncio.ensure_future(self._end_standby())
         if self._trainers is not None:
             close = asyncio.ensure_future(result(self._trainers.close.call()))
             await asyncio.wait({close}, timeout=stop_timeout_s)
             close.cancel()
-        if self._standby is not None:
-            await self._standby.end()
+        await ending
         await self._end_processes()
+        self._memory.close()
 
     @concurrent_endpoint
-    async def make_standby(self) -> bool:
-        """Have processes warm for the next incarnation; False if that failed, or they were needed at once."""
+    async def make_standby(self) -> None:
+        """Have processes warm for the next incarnation; returns once they are, or are gone."""
         incarnation = self._incarnation
         if incarnation is None:
-            return False
+            return
         if self._standby is None:
-            self._standby = Standby(incarnation.config.recovery.silence_timeout_s)
+            recovery = incarnation.config.recovery
+            self._standby = Standby(silence_s=recovery.silence_timeout_s, start_s=recovery.start_hang_timeout_s)
         began = time.monotonic()
 
         def started(procs: Procs) -> None:
             self._events(incarnation).emit("standby_started", **_named(procs))
 
-        ready = await self._standby.make(lambda: self._start_procs(incarnation, "standby"), started)
-        if ready:
+        if await self._standby.make(lambda: self._start_procs(incarnation, "standby"), started):
             self._events(incarnation).emit("standby_ready", duration_s=round(time.monotonic() - began, 3))
-        return ready
 
     @concurrent_endpoint
-    async def standby_gone(self) -> None:
-        """Returns once there is no standby, because it was taken into use or lost."""
+    async def standby_gone(self) -> bool:
+        """Returns once there is no standby; whether the last one was taken into use, and not lost."""
+        return self._standby is not None and await self._standby.gone()
+
+    async def _end_standby(self) -> None:
         if self._standby is not None:
-            await self._standby.gone()
+            await self._standby.end()
 
     def _adopt_orphans(self, incarnation: Incarnation) -> None:
         """Take over processes on this host whose ReplicaActor died, perhaps before it could tell anybody of them."""
@@ -225,7 +290,14 @@ class ReplicaActor(Actor):
     # -- one incarnation -------------------------------------------------------------------------------------------
 
     async def _stop_and_restart(self, incarnation: Incarnation) -> ReplicaFailure | None:
+        self._replaced = self._incarnation
         await self._end_processes()
+        if not incarnation.joining:
+            # What it starts from lies elsewhere.
+            self._memory.close()
+        if keeps_memory(incarnation.config):
+            self._memory.renew(incarnation.config.orchestrator.procs_per_replica)
+            incarnation = replace(incarnation, memory=self._memory.paths, remains=self._memory.remains)
         self._incarnation = incarnation
         self._reports.clear()
         self._reported.clear()
@@ -270,13 +342,13 @@ class ReplicaActor(Actor):
     def _watches(self) -> list[ProcessWatch]:
         return self._procs.watches if self._procs is not None else []
 
-    async def _on_all_ranks(self, endpoint: str) -> ReplicaFailure | None:
+    async def _on_all_ranks(self, endpoint: str, *arguments: Any) -> ReplicaFailure | None:
         """Call an endpoint of every rank and wait until all are done, or one has failed, is gone, or hangs."""
         incarnation = self._incarnation
         assert incarnation is not None
         ranks = range(incarnation.config.orchestrator.procs_per_replica)
         calls = {
-            asyncio.ensure_future(result(getattr(self._trainers.slice(gpus=rank), endpoint).call_one())): rank
+            asyncio.ensure_future(result(getattr(self._trainers.slice(gpus=rank), endpoint).call_one(*arguments))): rank
             for rank in ranks
         }
         reported = asyncio.ensure_future(self._reported.wait())
@@ -287,7 +359,8 @@ class ReplicaActor(Actor):
                 done, _ = await asyncio.wait({*running, reported, watch}, return_when=asyncio.FIRST_COMPLETED)
                 running -= done
                 if reported in done or watch in done or any(call.exception() for call in done & set(calls)):
-                    failure = self._detected(incarnation, await self._find_cause(calls, watch))
+                    cause = await self._find_cause(calls, watch)
+                    failure = self._detected(incarnation, await self._with_stacks(incarnation, cause))
                     break
             else:
                 return None
@@ -329,12 +402,36 @@ class ReplicaActor(Actor):
     def _of_end(self, rank: int, end: ProcessEnd) -> ReplicaFailure:
         return ReplicaFailure(cause=end.cause, rank=rank, step=self._last_step(), error=end.error, signal=end.signal)
 
+    async def _with_stacks(self, incarnation: Incarnation, failure: ReplicaFailure) -> ReplicaFailure:
+        """With what only the processes can tell, before they are ended: how long they were silent, where they stand."""
+        if incarnation is self._warned and failure.cause != "preempted":
+            # Whatever ended it, it was told beforehand.
+            failure = replace(failure, cause="preempted", error=f"{PREEMPTED}; {failure.error}")
+        failure = replace(failure, detect_s=round(self._silence(failure.rank), 3))
+        processes = self._procs.identities if self._procs is not None else []
+        if not stacks_tell_of(failure, len(processes)):
+            return failure
+        run_dir, slot, number = incarnation.run_dir, incarnation.slot, incarnation.number
+        ranks = [
+            RankProcess(rank=rank, process=process, answer=stack_answer_path(run_dir, slot, number, rank))
+            for rank, process in enumerate(processes)
+        ]
+        where = "" if failure.rank is None else f", rank {failure.rank}"
+        why = f"replica {slot}, incarnation {number} failed{where}: {failure.cause}: {failure.error}"
+        folder = stacks_folder(run_dir, slot, number)
+        try:
+            async with asyncio.timeout(_STACKS_S):
+                await asyncio.to_thread(write_stacks, folder, ranks, why)
+        except (OSError, TimeoutError):
+            logger.exception("where the ranks stood could not be written down")
+            return failure
+        return replace(failure, stacks=str(folder.relative_to(run_dir)))
+
     def _detected(self, incarnation: Incarnation, failure: ReplicaFailure) -> ReplicaFailure:
         """Write a failure to the log before anything is done about it."""
-        if incarnation is not self._incarnation:
+        if incarnation is not self._incarnation or incarnation is self._replaced:
             logger.info("incarnation %d was replaced before it failed: %s", incarnation.number, failure.error)
             return failure
-        failure = replace(failure, detect_s=round(self._silence(failure.rank), 3))
         self._events(incarnation).emit("failure_detected", **failure.fields())
         return failure
 
@@ -342,12 +439,7 @@ class ReplicaActor(Actor):
 
     async def _watch(self, incarnation: Incarnation) -> ReplicaFailure:
         """Return when a process of the incarnation has ended, or gets nowhere."""
-        recovery = incarnation.config.recovery
-        budgets = Budgets(
-            build_s=recovery.start_hang_timeout_s,
-            step_s=recovery.hang_timeout_s,
-            silence_s=recovery.silence_timeout_s,
-        )
+        budgets = Budgets.of(incarnation.config)
         readers, began = self._beacons(incarnation), time.monotonic()
         while True:
             for rank, process in enumerate(self._watches):
@@ -406,9 +498,10 @@ class ReplicaActor(Actor):
             await procs.end()
         await end_all(self._orphans)
         self._orphans = []
-        if self._incarnation is not None:
-            for beacon in self._beacons(self._incarnation):
+        if (ended := self._incarnation) is not None:
+            for rank, beacon in enumerate(self._beacons(ended)):
                 beacon.remove()
+                stack_answer_path(ended.run_dir, ended.slot, ended.number, rank).unlink(missing_ok=True)
         await self._tell_end()
 
     async def _tell_end(self) -> None:
@@ -418,6 +511,12 @@ class ReplicaActor(Actor):
             return
         if await asyncio.to_thread(self._directory.ended, self._slot, number):
             self._told_end = number
+
+    async def _remind(self, directory: Directory) -> None:
+        """Tell a registry that was away, or was started again, of the ends that were seen here."""
+        while True:
+            await asyncio.sleep(_REMIND_S)
+            await asyncio.to_thread(directory.refresh)
 
     def _events(self, incarnation: Incarnation) -> EventWriter:
         return self._writer.bind(incarnation=incarnation.number)

@@ -12,6 +12,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterable
+from typing import NoReturn
 
 from elastic_train.config.faults import FaultSpec
 
@@ -74,7 +75,8 @@ class FaultPlan:
             case "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             case "stop":
-                os.kill(os.getpid(), signal.SIGSTOP)
+                # It stops the whole process, and this thread at once; sent to the process, this thread would run on.
+                signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
             case "exit":
                 os._exit(3)
             case "segfault":
@@ -84,8 +86,7 @@ class FaultPlan:
             case "comms":
                 self.abort_groups()
             case "hang":
-                # PyDLL, unlike CDLL, keeps the GIL while it calls: no other Python thread of this process runs.
-                ctypes.PyDLL(None).sleep(24 * 3600)
+                _hold_the_gil()
             case "nan":
                 self.poison()
             case "bitflip":
@@ -94,8 +95,19 @@ class FaultPlan:
                 self.slow_down()
             case "replica_actor":
                 os.kill(self._supervisor_pid, signal.SIGKILL)
+            case "lighthouse":
+                # Its process is the controller's, which ends it when it reads of the fault.
+                return
             case other:
                 raise ValueError(f"no way to inject a fault of kind {other!r} into a rank")
+
+
+def _hold_the_gil() -> NoReturn:
+    """Let no other Python thread of this process run."""
+    library = ctypes.PyDLL(None)  # unlike CDLL, it keeps the GIL while it calls
+    while True:
+        # A signal ends a sleep.
+        library.sleep(24 * 3600)
 
 
 def _too_early(fault: str, aim: str) -> Callable[[], None]:

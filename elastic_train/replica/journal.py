@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from elastic_train.diloco.control import ControlGroup
 from elastic_train.diloco.engine import Sync
+from elastic_train.diloco.trainee import Source
 from elastic_train.events import EventWriter
 from elastic_train.peer_ckpt.shards import combine_hashes
 
@@ -105,7 +106,13 @@ class Journal:
         self._events.emit("state_served", outer_step=outer_step, state_hash=f"{state_hash:x}")
 
     def heal_finished(
-        self, primary: int, donors: Mapping[int, int], outer_step: int, duration_s: float, rank_hash: int
+        self,
+        primary: int,
+        donors: Mapping[int, int],
+        outer_step: int,
+        duration_s: float,
+        rank_hash: int,
+        source: Source = Source.PEERS,
     ) -> None:
         """The state is in place. ``donors`` gave this rank so many bytes each. Every rank calls."""
         given = [number for donor in donors.items() for number in donor][: 2 * _DONORS]
@@ -119,6 +126,7 @@ class Journal:
         if self._speaks:
             self._events.emit(
                 "heal_finished",
+                source=source.value,
                 donors=sorted(bytes_of),
                 donor_bytes=dict(sorted(bytes_of.items())),
                 rank_donors=[row[0] for row in rows],
@@ -148,6 +156,11 @@ class Journal:
         """Something that a reader of the log should know."""
         if self._speaks:
             self._events.emit("note", text=text)
+
+    def left(self, step: int, outer_step: int) -> None:
+        """The replica was asked to leave, and has left with the state of its last commit."""
+        if self._speaks:
+            self._events.emit("replica_left", inner_step=step, outer_step=outer_step)
 
     def finished(self, step: int, outer_step: int, tokens: int | None) -> None:
         """The replica trained to the end; ``tokens`` it trained in this incarnation, where none can have been lost."""

@@ -31,6 +31,9 @@ from elastic_train.replica.rank import Incarnation
 logger = logging.getLogger(__name__)
 
 _NEVER = timedelta(days=30)
+_ASK_AGAIN = timedelta(seconds=0.5)
+"""Between two requests for a quorum, when there is a Lighthouse again. As long as there is none, each waits for the
+connection, for up to diloco.connect_timeout_s."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +50,12 @@ class Quorum:
 
 
 def slot_of(replica_id: str) -> int:
-    """The slot in a torchft replica id (``replica_<slot>:<uuid>``)."""
+    """The slot in a torchft replica id (``replica_<slot>:<what tells the run, or the Manager>``)."""
     return int(replica_id.partition(":")[0].removeprefix("replica_"))
+
+
+def _name_of(slot: int) -> str:
+    return f"replica_{slot}"
 
 
 class _QuorumRecorder:
@@ -179,14 +186,17 @@ def make_manager(
 ) -> Manager:
     """This rank's Manager for the elastic engine: it asks for quorums, and heals nobody.
 
-    A request stays pending until it is answered: one that timed out would stay with the Lighthouse, and give the next
-    caller a quorum with an absent member.
+    A request stays pending until it is answered, also by a Lighthouse that was started again meanwhile: one that timed
+    out would stay with the Lighthouse, and give the next caller a quorum with an absent member.
 
     Args:
         store: the replica's own store, new in every incarnation (rank 0 hosts it).
+
+    Raises:
+        RuntimeError: the Lighthouse is away.
     """
     with _id_for_the_run(seat.run):
-        manager = Manager(
+        return Manager(
             lighthouse_addr=seat.lighthouse,
             load_state_dict=None,
             state_dict=None,
@@ -194,10 +204,10 @@ def make_manager(
             timeout=timedelta(seconds=config.timeout_s),
             quorum_timeout=_NEVER,
             checkpoint_transport=_NoTransport(),
+            # torchft spreads them over the time that a request may take.
+            quorum_retries=_NEVER // _ASK_AGAIN,
             **_common(seat, config, min_replicas, store, group),
         )
-    _introduce(seat, config, store)
-    return manager
 
 
 def make_stock_manager(
@@ -222,6 +232,7 @@ def make_stock_manager(
         timeout=timedelta(seconds=max(config.timeout_s, healing.transfer_timeout_s)),
         quorum_timeout=timedelta(seconds=config.quorum_timeout_s),
         checkpoint_transport=healing.transport,
+        quorum_retries=config.quorum_retries,
         **_common(seat, config, min_replicas, store, group),
     )
     manager.load_state_dict({"step": healing.first_step, "batches_committed": 0})
@@ -240,11 +251,10 @@ def _common(
         "world_size": seat.ranks,
         "store_addr": store.host,
         "store_port": store.port,
-        "replica_id": f"replica_{seat.slot}",
+        "replica_id": _name_of(seat.slot),
         "hostname": seat.host,
         "port": config.manager_port,
         "init_sync": False,
-        "quorum_retries": config.quorum_retries,
     }
 
 
@@ -265,15 +275,29 @@ def _id_for_the_run(run: str) -> Iterator[None]:
         torchft.manager.uuid = given
 
 
-def _introduce(seat: Seat, config: DilocoConfig, store: dist.TCPStore) -> None:
-    """Let the Lighthouse hear of this replica now.
+def introduce(seat: Seat, config: DilocoConfig) -> bool:
+    """Let the Lighthouse hear of a replica whose managers are made next; False if it does not answer.
 
     It forms a quorum of whoever has asked and is more than half of those that it has heard of. A heartbeat by hand
     makes sure that it has heard of this replica before anybody is released.
     """
+    try:
+        _heartbeat(seat, config, f"{_name_of(seat.slot)}:{seat.run}")
+    except Exception as error:
+        logger.debug("the Lighthouse does not answer: %s", error)
+        return False
+    return True
+
+
+def _introduce(seat: Seat, config: DilocoConfig, store: dist.TCPStore) -> None:
+    """The same for managers that are there, whose id torchft has drawn. Every rank calls."""
     if seat.rank == 0:
-        client = LighthouseClient(seat.lighthouse, connect_timeout=timedelta(seconds=config.connect_timeout_s))
-        client.heartbeat(store.get(REPLICA_ID_KEY).decode(), timedelta(seconds=config.connect_timeout_s))
+        _heartbeat(seat, config, store.get(REPLICA_ID_KEY).decode())
+
+
+def _heartbeat(seat: Seat, config: DilocoConfig, replica_id: str) -> None:
+    bound = timedelta(seconds=config.connect_timeout_s)
+    LighthouseClient(seat.lighthouse, connect_timeout=bound).heartbeat(replica_id, bound)
 
 
 class _NoTransport(CheckpointTransport[Any]):

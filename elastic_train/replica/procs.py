@@ -13,13 +13,14 @@ from typing import Any
 from monarch.actor import default_bootstrap_cmd, this_host
 
 from elastic_train.futures import result, within
-from elastic_train.replica.trainer_actor import ProcessActor
+from elastic_train.replica.trainer_actor import NoticeActor, ProcessActor, WarmingActor
 from elastic_train.replica.watch.process_watch import ProcessId, ProcessWatch, is_alive, kill_process
 
 _STOP_S = 30.0
 _GONE_S = 10.0
 """How long the kernel may take to remove a process that was killed."""
 _LOOK_S = 0.02
+_LOOK_AT_SILENCE_S = 0.1
 
 _stopping: set[asyncio.Task[None]] = set()
 """Nobody else holds on to them."""
@@ -30,11 +31,13 @@ class Procs:
 
     def __init__(self, name: str, ranks: int, environment: Mapping[str, str]) -> None:
         """Begins to start them."""
-        self.mesh: Any = this_host().spawn_procs(
-            {"gpus": ranks}, name=name, bootstrap_command=default_bootstrap_cmd().with_env(dict(environment))
-        )
+        command = default_bootstrap_cmd().with_env(dict(environment))
+        command.args = ["-m", "elastic_train.replica.rank_process"]
+        self.mesh: Any = this_host().spawn_procs({"gpus": ranks}, name=name, bootstrap_command=command)
         self.actor: Any = self.mesh.spawn("process", ProcessActor)
         """Answers for each process, also while its trainer is busy."""
+        self.notices: Any = self.mesh.spawn("notices", NoticeActor)
+        """Tells each process to leave, and hears what it is told from outside."""
         self.identities: list[ProcessId] = []
         """By rank; empty until they have started."""
         self.watches: list[ProcessWatch] = []
@@ -51,13 +54,22 @@ class Procs:
         """Whether none of them has ended."""
         return bool(self.identities) and all(is_alive(identity) for identity in self.identities)
 
+    async def warm(self) -> None:
+        """Let all of them import what a trainer needs; meanwhile they answer."""
+        await result(self.mesh.spawn("warmer", WarmingActor).warm.call())
+
     async def answer(self, timeout_s: float) -> bool:
-        """Whether all of them answer within that time; one that was stopped does not."""
+        """Whether all of them answer within that time; one that was stopped does not, nor one that has ended."""
+        answers = asyncio.ensure_future(result(self.actor.identity.call()))
+        deadline = time.monotonic() + timeout_s
         try:
-            await asyncio.wait_for(result(self.actor.identity.call()), timeout_s)
-        except Exception:  # Monarch's errors, whatever they are, or the time
+            while self.all_alive and time.monotonic() < deadline:
+                done, _ = await asyncio.wait({answers}, timeout=_LOOK_AT_SILENCE_S)
+                if done:
+                    return answers.exception() is None
             return False
-        return True
+        finally:
+            answers.cancel()
 
     async def end(self) -> None:
         """Kill all of them and see them gone.

@@ -32,10 +32,16 @@ class Incarnation:
     """The run's secret: what a request to the registry or to a peer must show. It belongs in no log and no file."""
     resume: DurableSnapshot | None = None
     """What the run starts from, if not from new parameters; a joiner gets its state from a peer all the same."""
+    restores: int = 0
+    """How often all replicas went back to a durable snapshot in this run."""
     environment: tuple[tuple[str, str], ...] = ()
     """Variables that its processes are started with."""
     supervisor_pid: int = 0
     """Process of the ReplicaActor."""
+    memory: tuple[str, ...] = ()
+    """Files in which its ranks' host copies outlive them, by rank; empty: they do not."""
+    remains: tuple[str, ...] = ()
+    """Those of an earlier incarnation on this host; empty: there are none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +60,16 @@ class SegmentPaths:
 def beacon_path(run_dir: Path, slot: int, number: int, rank: int) -> Path:
     """The beacon of one rank of one incarnation."""
     return run_dir / "segments" / f"replica_{slot}.{number}.rank_{rank}.beacon"
+
+
+def stack_answer_path(run_dir: Path, slot: int, number: int, rank: int) -> Path:
+    """Where one rank of one incarnation answers when it is asked where its threads stand."""
+    return run_dir / "segments" / f"replica_{slot}.{number}.rank_{rank}.stacks"
+
+
+def stacks_folder(run_dir: Path, slot: int, number: int) -> Path:
+    """Where the threads of an incarnation stood when it failed: a file for each rank."""
+    return run_dir / "stacks" / f"replica_{slot}.{number}"
 
 
 def supervisor_log_path(run_dir: Path, slot: int) -> Path:

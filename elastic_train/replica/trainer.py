@@ -40,6 +40,7 @@ from elastic_train.replica.durable.writer import NotWritten, SnapshotWriter
 from elastic_train.replica.faults import FaultPlan
 from elastic_train.replica.journal import Journal
 from elastic_train.replica.membership import make_group
+from elastic_train.replica.notice import Leaves, Notice
 from elastic_train.replica.outer.elastic import make_elastic_engine
 from elastic_train.replica.outer.stock import make_stock_engine
 from elastic_train.replica.rank import Incarnation
@@ -73,6 +74,7 @@ class ElasticTrainer(Trainer):
         metrics: LineFile,
         beacon: Beacon,
         faults: FaultPlan,
+        notice: Notice,
     ) -> None:
         config = incarnation.config
         super().__init__(translate(config, slot=incarnation.slot, run_dir=incarnation.run_dir))
@@ -80,6 +82,7 @@ class ElasticTrainer(Trainer):
         self.run_config = config
         self.beacon = beacon
         self.faults = faults
+        self._notice = notice
         self.schedule = OuterSchedule(
             steps=config.training.steps,
             sync_every=config.diloco.sync_every,
@@ -113,6 +116,8 @@ class ElasticTrainer(Trainer):
         self._losses: list[torch.Tensor] = []
         self._grad_norm: float | None = None
         self._slowness = 0.0
+        self._step_s = 0.0
+        """What the last inner step took."""
         self.has_state = not incarnation.joining
         """Whether the parameters are those of the run."""
 
@@ -163,13 +168,14 @@ class ElasticTrainer(Trainer):
         self._engine = engine
 
     def run(self) -> None:
-        """Train from wherever the quorum stands to the last step of the run.
+        """Train from wherever the quorum stands to the last step of the run, or until this replica is to leave.
 
         Raises:
             NoPeerState: a joiner could not get a peer's state.
             SyncFailed: too many syncs failed in a row.
             ReplicaBroken: another rank of this replica is gone.
         """
+        self.beacon.moved(Phase.BUILD)
         if self.incarnation.joining:
             self._make_engine()
             self.settle(self.engine.join())
@@ -179,26 +185,36 @@ class ElasticTrainer(Trainer):
         self.beacon.moved(Phase.BUILD)
         with self.config.profiler.build(global_step=self.step, base_folder=self.config.dump_folder) as profiler:
             batches = self.batch_generator(self.dataloader)
-            while self.outer_step < self.schedule.outer_steps:
-                while not self.engine.due:
-                    self.inner_step(batches)
-                    profiler.step()
-                self.settle(self.engine.sync())
-        self.beacon.moved(Phase.IDLE)
+            stays = True
+            while stays and self.outer_step < self.schedule.outer_steps:
+                try:
+                    stays = self._train_interval(batches, profiler)
+                except Leaves:
+                    stays = False
+                    # What is left is the state after a commit, which can be written and gone on from.
+                    self.engine.rewind()
+        if self.outer_step < self.schedule.outer_steps:
+            self.engine.leave()
+            self.journal.left(self.step, self.outer_step)
+            self.beacon.moved(Phase.IDLE)
+            return
         # Stock DiLoCo throws tokens away when a sync fails.
         exact = self.run_config.diloco.engine == "elastic"
         self.journal.finished(self.step, self.outer_step, self._tokens_trained if exact else None)
+        self.beacon.moved(Phase.IDLE)
 
-    def save(self, *, last: bool) -> None:
+    def save(self, *, whole: bool, wait: bool) -> None:
         """Write a snapshot that torchtitan's tools read, beside the training; every rank of the replica calls it.
 
-        The last one of a run honours ``last_save_model_only`` and ``export_dtype``, and is waited for.
+        Args:
+            whole: all that a run can go on from; else the parameters alone, in ``checkpoint.export_dtype``.
+            wait: until it is there.
 
         Raises:
-            NotWritten: the last one could not be written.
+            NotWritten: one that is waited for could not be written.
         """
         settings = self.run_config.checkpoint
-        model_only = last and settings.last_save_model_only
+        model_only = not whole
         with self.beacon.during(Phase.SAVE):
             facts = Facts(
                 step=self.step,
@@ -213,11 +229,11 @@ class ElasticTrainer(Trainer):
             if state is None:
                 failure = f"no snapshot of step {self.step}: a rank could not copy its state, and its log says why"
                 self.journal.note(failure)
-                if last:
+                if wait:
                     raise NotWritten(failure)
                 return
             self._writer.start(state, facts)
-            if last:
+            if wait:
                 self._writer.wait()
 
     def close(self) -> None:
@@ -226,6 +242,34 @@ class ElasticTrainer(Trainer):
         if self._engine is not None:
             self._engine.close()
 
+    def _train_interval(self, batches: Iterator[Any], profiler: Any) -> bool:
+        """Inner steps and the sync after them; whether this replica stays.
+
+        Raises:
+            Leaves: it does not, and there is no time for the sync.
+        """
+        while not self.engine.due:
+            # Said before the step and heard after it, it costs nothing.
+            word = self.control.word([int(self._notice.forbids(self.engine.steps_to_sync * self._step_s))])
+            began = time.monotonic()
+            self.inner_step(batches)
+            self._step_s = time.monotonic() - began
+            profiler.step()
+            if word.heard()[0]:
+                raise Leaves
+        sync = self.engine.sync()
+        self.settle(sync)
+        return not (sync.committed and self.control.word([int(self._notice.given)]).heard()[0])
+
+    def leave_if_told(self) -> None:
+        """Called while a quorum is waited for; every rank calls.
+
+        Raises:
+            Leaves: there is no time to wait for it.
+        """
+        if self.control.word([int(self._notice.forbids(0.0))]).heard()[0]:
+            raise Leaves
+
     # -- one inner step ------------------------------------------------------------------------------------------
 
     def inner_step(self, batches: Iterator[Any]) -> None:
@@ -233,7 +277,7 @@ class ElasticTrainer(Trainer):
         began = time.monotonic()
         self.step = self.engine.next_step
         self._put_lr_at(self.step - 1)
-        self.beacon.moved(Phase.STEP if self._first_step_done else Phase.BUILD, self.step)
+        self.beacon.moved(Phase.STEP if self._first_step_done else Phase.FIRST_STEP, self.step)
         self.faults.passing("step", self.step)
         self.gc_handler.run(self.step)
         seen = self.ntokens_seen
@@ -336,7 +380,7 @@ class ElasticTrainer(Trainer):
         if self._writer.is_busy():
             self.journal.note(f"no snapshot of step {self.step}: the one before is still being written")
             return
-        self.save(last=False)
+        self.save(whole=True, wait=False)
 
     def _copied(self, model_as: torch.dtype | None) -> dict[str, Any] | None:
         """What a snapshot holds, the whole state or the parameters alone in a type; None if any rank cannot copy it."""

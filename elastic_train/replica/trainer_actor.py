@@ -1,10 +1,11 @@
-"""The actors in a trainer process: one that trains, and one that answers while the other is busy.
+"""The actors in a trainer process: one that trains, one that answers while the other is busy, one that imports ahead.
 
-Messages to an actor wait for its running endpoint, so what must reach a training process goes to the second.
+Messages to an actor wait for its running endpoint, so what must reach a busy process goes to the second.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import traceback
@@ -13,22 +14,25 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import psutil
-from monarch.actor import Actor, current_rank, endpoint
+from monarch.actor import Actor, concurrent_endpoint, current_rank, endpoint
 
 from elastic_train.clock import SystemClock
 from elastic_train.config.environment import VARIABLES
 from elastic_train.config.faults import FaultSpec
 from elastic_train.events import EventWriter, LineFile
 from elastic_train.process_log import print_to
-from elastic_train.replica import faults
-from elastic_train.replica.rank import Incarnation, SegmentPaths, beacon_path, rank_log_path
+from elastic_train.replica import faults, notice
+from elastic_train.replica.rank import Incarnation, SegmentPaths, beacon_path, rank_log_path, stack_answer_path
 from elastic_train.replica.watch.beacon import Beacon
 from elastic_train.replica.watch.process_watch import ProcessId
+from elastic_train.replica.watch.stacks import answer_in
 
 if TYPE_CHECKING:
     from elastic_train.replica.trainer import ElasticTrainer
 
 logger = logging.getLogger(__name__)
+
+_LOOK_S = 0.2
 
 
 class TrainerActor(Actor):
@@ -51,14 +55,18 @@ class TrainerActor(Actor):
         """Train to the end of the run."""
         with self._reporting():
             assert self._trainer is not None, "build comes first"
-            self._trainer.run()
+            notice.here().heed(True)
+            try:
+                self._trainer.run()
+            finally:
+                notice.here().heed(False)
 
     @endpoint
-    def save(self) -> None:
-        """Write the last state of the run."""
+    def save(self, whole: bool) -> None:
+        """Write the state, the whole of it or the parameters alone."""
         with self._reporting():
             assert self._trainer is not None, "build comes first"
-            self._trainer.save(last=True)
+            self._trainer.save(whole=whole, wait=True)
 
     @endpoint
     def close(self) -> None:
@@ -69,6 +77,7 @@ class TrainerActor(Actor):
     def _build(self) -> None:
         incarnation, rank = self._incarnation, self._rank
         print_to(rank_log_path(incarnation.run_dir, incarnation.slot, rank))
+        answer_in(stack_answer_path(incarnation.run_dir, incarnation.slot, incarnation.number, rank))
         for name in VARIABLES:
             # torchft prefers them to its arguments; the controller has already put them into the config.
             os.environ.pop(name, None)
@@ -92,7 +101,12 @@ class TrainerActor(Actor):
         from elastic_train.replica.trainer import ElasticTrainer
 
         self._trainer = ElasticTrainer(
-            incarnation, events=events, metrics=LineFile(paths.metrics), beacon=beacon, faults=plan
+            incarnation,
+            events=events,
+            metrics=LineFile(paths.metrics),
+            beacon=beacon,
+            faults=plan,
+            notice=notice.here(),
         )
 
     @contextmanager
@@ -103,7 +117,9 @@ class TrainerActor(Actor):
             from elastic_train.replica.watch.causes import of_exception
 
             text = traceback.format_exc()
-            cause = of_exception(error, proven=self._incarnation.joining)
+            # A config that has trained cannot be what is wrong.
+            proven = self._incarnation.joining or self._incarnation.restores > 0
+            cause = of_exception(error, proven=proven)
             logger.error("this rank failed:\n%s", text)
             try:
                 self._supervisor.report_training_error.call_one(
@@ -123,11 +139,6 @@ class ProcessActor(Actor):
         return os.getpid(), psutil.Process().create_time()
 
     @endpoint
-    def warm(self) -> None:
-        """Import everything that a trainer needs, before there is an incarnation to train for."""
-        import elastic_train.replica.trainer  # noqa: F401
-
-    @endpoint
     def arm(self, spec: FaultSpec) -> bool:
         """Let a fault happen at its next passage; False while there is nothing to pass yet."""
         plan = faults.installed()
@@ -135,3 +146,30 @@ class ProcessActor(Actor):
             return False
         plan.arm(spec)
         return True
+
+
+class NoticeActor(Actor):
+    """Stands between the supervisor and the notice of a process.
+
+    Apart from ``ProcessActor``, as Monarch does not mix coroutines with other endpoints.
+    """
+
+    @concurrent_endpoint
+    async def leave(self, within_s: float) -> None:
+        """Let the replica leave at its next commit, at the latest in so many seconds; its rank 0 is told."""
+        notice.here().give(within_s)
+
+    @concurrent_endpoint
+    async def warned(self) -> None:
+        """Returns once this process was told from outside that it is about to be killed."""
+        while not notice.here().warned:
+            await asyncio.sleep(_LOOK_S)
+
+
+class WarmingActor(Actor):
+    """Gets a process ready before there is an incarnation to train for."""
+
+    @endpoint
+    def warm(self) -> None:
+        """Import everything that a trainer needs."""
+        import elastic_train.replica.trainer  # noqa: F401

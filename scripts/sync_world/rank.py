@@ -102,6 +102,7 @@ class WorldRank:
                 token=place.token,
                 config_digest=int(place.slot in spec.foreign),
                 transfers=Transfers(timeout_s=_TRANSFER_TIMEOUT_S),
+                channel_device=_CPU if spec.channels else None,
                 watchdog_s=15.0,
             ),
             config=spec.diloco,

@@ -43,6 +43,8 @@ class WorldSpec:
     """Slots that run another config."""
     lighthouse_ends_at: int | None = None
     """Outer step at which the Lighthouse is killed, and started again at its address."""
+    channels: bool = False
+    """States travel by process groups, as with ``peer_ckpt.transport = "process_group"``."""
     heartbeat_timeout_ms: int = 1000
     stall_s: float = 3.5
     """A rank that gets nowhere for so long is killed with its replica; longer than ``diloco.timeout_s``."""

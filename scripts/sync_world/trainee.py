@@ -12,6 +12,7 @@ from elastic_train.config import FaultSpec
 from elastic_train.diloco.control import ControlGroup
 from elastic_train.diloco.flat import FlatFragment
 from elastic_train.diloco.publication import INNER
+from elastic_train.diloco.trainee import Source
 from elastic_train.events import LineFile
 from elastic_train.peer_ckpt.shards import local
 from elastic_train.peer_ckpt.snapshot import Snapshot
@@ -122,6 +123,9 @@ class WorldTrainee:
     def alive(self) -> None:
         self._board.beat(self._place.slot, self._place.rank)
 
+    def waiting(self) -> None:
+        self._board.wait_for_peers(self._place.slot, self._place.rank)
+
     def progress(self) -> torch.Tensor:
         self._diary.tell("captured", outer_step=self.outer_step, steps=self.steps)
         mine = self.positions.progress()
@@ -168,7 +172,13 @@ class WorldJournal:
     def transferred(self, received: int, total: int, donors: Mapping[int, int]) -> None: ...
 
     def heal_finished(
-        self, primary: int, donors: Mapping[int, int], outer_step: int, duration_s: float, rank_hash: int
+        self,
+        primary: int,
+        donors: Mapping[int, int],
+        outer_step: int,
+        duration_s: float,
+        rank_hash: int,
+        source: Source = Source.PEERS,
     ) -> None:
         self._diary.tell(
             "heal_finished",
@@ -176,6 +186,7 @@ class WorldJournal:
             donors=sorted(donors),
             outer_step=outer_step,
             bytes=sum(donors.values()),
+            source=source.value,
             steps=self._trainee.steps,
         )
 

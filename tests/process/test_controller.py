@@ -40,8 +40,9 @@ def test_a_killed_controller_takes_everything_with_it(launch: Launch) -> None:
     assert left == []
 
 
-def test_without_its_lighthouse_a_run_ends_and_says_so(launch: Launch) -> None:
-    run = launch("llama3_tiny.toml", "--orchestrator.replicas", "2", "--training.steps", "10000")
+def test_without_a_lighthouse_that_can_be_kept_a_run_ends_and_says_so(launch: Launch) -> None:
+    flags = ("--orchestrator.replicas", "2", "--training.steps", "10000", "--lighthouse.restarts", "0")
+    run = launch("llama3_tiny.toml", *flags)
     run.wait_for_event("first_step", START_S)
     started = run.wait_for_event("lighthouse_started", START_S)
     os.kill(started["pid"], signal.SIGKILL)

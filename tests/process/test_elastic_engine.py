@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -58,6 +59,14 @@ def test_a_replica_that_dies_comes_back_and_costs_the_others_nothing(point: str,
     account = run(WorldSpec(steps=300, faults=faults(f"1.0@5/{point}:kill")), run_dir)
     assert len(told(account, "heal_finished", slot=1)) == 1
     assert len(account.ends) == 1
+
+
+def test_a_replica_that_dies_gets_its_state_by_process_groups(run_dir: Path) -> None:
+    account = run(WorldSpec(steps=300, channels=True, faults=faults("1.0@5/reduce:kill")), run_dir)
+    assert len(told(account, "heal_finished", slot=1)) == 1
+    log = (run_dir / "replica_1.0.log").read_text()
+    assert re.search(r"[1-9]\d* bytes of outer step \d+ came over channels", log)
+    assert "come over connections" not in log
 
 
 def test_one_rank_that_dies_takes_its_replica_with_it_and_nobody_else(run_dir: Path) -> None:

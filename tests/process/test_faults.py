@@ -1,4 +1,7 @@
-"""One case of every kind of fault, each in a run of three replicas that must not notice more than it has to."""
+"""One case of every kind of fault, each in a run of three replicas that must not notice more than it has to.
+
+With warm standbys, as a person's runs have them; a fault early in a run comes before there are any.
+"""
 
 import pytest
 
@@ -27,9 +30,16 @@ def survived(run: LaunchedRun, faults: int) -> dict[str, Record]:
     return {kinds[f["replica"], f["incarnation"]]: f for f in failures}
 
 
-def run_with(launch: Launch, steps: int, *faults: str) -> LaunchedRun:
+def run_with(launch: Launch, steps: int, *faults: str, flags: tuple[str, ...] = SOON) -> LaunchedRun:
     listed = ", ".join(f'"{fault}"' for fault in faults)
-    return launch("llama3_tiny.toml", "--training.steps", str(steps), *SOON, "--faults.at", f"[{listed}]")
+    faulty = ("--training.steps", str(steps), *flags, "--faults.at", f"[{listed}]")
+    return launch("llama3_tiny.toml", *faulty, standby=True)
+
+
+def stacks_of(run: LaunchedRun, failure: Record) -> str:
+    """Where the threads of the replica's only rank stood."""
+    folder: str = failure["stacks"]
+    return (run.run_dir / folder / "rank_0.txt").read_text()
 
 
 @pytest.mark.timeout(END_S + 60)
@@ -46,10 +56,40 @@ def test_a_process_that_ends(launch: Launch) -> None:
 
 @pytest.mark.timeout(END_S + 60)
 def test_a_process_that_lives_on_uselessly(launch: Launch) -> None:
-    failures = survived(run_with(launch, 620, "0.0@25:comms", "1.0@225:hang", "2.0@425:stop"), 3)
+    run = run_with(launch, 620, "0.0@25:comms", "1.0@225:hang", "2.0@425:stop")
+    failures = survived(run, 3)
     assert failures["comms"]["cause"] == "comm_error"
+    assert "stacks" not in failures["comms"]
     assert failures["hang"]["cause"] == failures["stop"]["cause"] == "hang"
     assert "ran no Python code" in failures["hang"]["error"]
+    hung, stopped = (stacks_of(run, failures[kind]) for kind in ("hang", "stop"))
+    assert " in _hold_the_gil\n" in hung
+    assert " in inner_step\n" in hung
+    assert "state: T (stopped)" in stopped
+    assert "Python's threads\n\nNone: the process is in state T (stopped)" in stopped
+    assert f"where its threads stood: {run.run_dir / failures['hang']['stacks']}" in run.command("status").stdout
+
+
+@pytest.mark.timeout(END_S + 60)
+def test_peers_of_a_rank_that_stops_in_the_reduction_wait_for_one_operation_and_go_on(launch: Launch) -> None:
+    # The reduction must have more than one bucket, or it is over when the first is.
+    buckets = ("--model.flavor", "debugmodel", "--diloco.bucket_mb", "1")
+    patient = ("--recovery.silence_timeout_s", "20", "--diloco.timeout_s", "5")
+    run = run_with(launch, 320, "2.0@25/reduce:stop", flags=(*buckets, *patient))
+    failure = survived(run, 1)["stop"]
+    assert (failure["replica"], failure["cause"]) == (2, "hang")
+    assert "state: T (stopped)" in stacks_of(run, failure)
+
+    # They did not need its end for that: they had committed without it before anybody knew of the hang.
+    before = [e for e in run.events() if e["t"] < failure["t"]]
+    for slot in (0, 1):
+        retried, committed = (
+            [e for e in before if (e["event"], e["replica"], e.get("outer_step")) == (name, slot, outer_step)]
+            for name, outer_step in (("sync_retried", 2), ("sync_committed", 2))
+        )
+        assert retried
+        assert [e["participants"] for e in committed] == [[0, 1]]
+        assert retried[0]["t"] < committed[0]["t"]
 
 
 @pytest.mark.timeout(END_S + 60)

@@ -28,8 +28,11 @@ def final_loss(run: LaunchedRun, replicas: int, last: int = 20) -> float:
 
 
 def check_states_were_taken_over(events: list[Record]) -> None:
-    """What a joiner holds hashes, rank by rank, to what its donor gave: model, moments, LR, step, data."""
-    for heal in named(events, "heal_finished"):
+    """What a joiner holds hashes, rank by rank, to what its donor gave: model, moments, LR, step, data.
+
+    From its host's memory it has its own, which no donor gave.
+    """
+    for heal in named(events, "heal_finished", source="peers"):
         for rank, (donor, state) in enumerate(zip(heal["rank_donors"], heal["rank_hashes"], strict=True)):
             served = named(events, "state_served", replica=donor, rank=rank, outer_step=heal["outer_step"])
             assert state in [event["state_hash"] for event in served]

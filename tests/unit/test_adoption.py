@@ -1,6 +1,7 @@
 """How a replica takes over a peer's state; the transfer itself is the matter of ``test_peers``."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -17,9 +18,12 @@ from elastic_train.diloco.ledger import Ledger
 from elastic_train.diloco.peers import Offer
 from elastic_train.diloco.publication import INNER, OUTER, Publication
 from elastic_train.diloco.schedule import OuterSchedule
+from elastic_train.diloco.trainee import Source
 from elastic_train.peer_ckpt.client import Donor, Fetched, TransferFailed, Unwanted
+from elastic_train.peer_ckpt.remains import Remains
 from elastic_train.peer_ckpt.roll import Member
-from elastic_train.peer_ckpt.shards import combine, load_tensors, tensor_bytes
+from elastic_train.peer_ckpt.shards import combine, hash_tensors, load_tensors, tensor_bytes
+from elastic_train.peer_ckpt.shared_memory import SharedMemory
 from elastic_train.peer_ckpt.snapshot import Snapshot
 from tests.controls import Alone, each, together
 from tests.rows import ROW
@@ -38,6 +42,7 @@ class Journal:
 
     def __init__(self) -> None:
         self.told: list[tuple[Any, ...]] = []
+        self.sources: list[Source] = []
 
     def heal_started(self, donors: Sequence[int], outer_step: int) -> None:
         self.told.append(("heal_started", *donors, outer_step))
@@ -46,9 +51,16 @@ class Journal:
         assert received <= total == sum(donors.values())
 
     def heal_finished(
-        self, primary: int, donors: Mapping[int, int], outer_step: int, duration_s: float, rank_hash: int
+        self,
+        primary: int,
+        donors: Mapping[int, int],
+        outer_step: int,
+        duration_s: float,
+        rank_hash: int,
+        source: Source = Source.PEERS,
     ) -> None:
         assert list(donors) == [primary]
+        self.sources.append(source)
         self.told.append(("heal_finished", primary, outer_step, sum(donors.values()), rank_hash))
 
     def caught_up(self, outer_step: int, tokens: int, donor: int) -> None:
@@ -71,6 +83,8 @@ class Rank:
 
     def alive(self) -> None:
         self.lives += 1
+
+    def waiting(self) -> None: ...
 
     def moments(self) -> dict[str, torch.Tensor]:
         return {"exp_avg": self.moment}
@@ -99,6 +113,9 @@ class Market:
         self.fetched: list[int] = []
         self.took: list[int] = []
         self.primary: Member | None = None
+        self.now: dict[Member, tuple[int, int]] = {}
+        """Outer step and hash that peers answer with when they are asked themselves."""
+        self.released_count = 0
         self.looks: list[tuple[int, Sequence[int] | None]] = []
 
     def offer(
@@ -135,6 +152,13 @@ class Market:
         donor = Donor(slot=slot, incarnation=incarnation, address="")
         return Fetched(snapshot=snapshot, primary=donor, donors={donor: size}, refetched=0)
 
+    def confirms(self, offer: Offer) -> Member | None:
+        asked = (member for member in offer.donors if self.now.get(member) == (offer.outer_step, offer.state_hash))
+        return next(asked, None)
+
+    def released(self) -> None:
+        self.released_count += 1
+
     def taken(self, fetched: Fetched) -> None:
         self.took.append(fetched.primary.slot)
 
@@ -143,7 +167,12 @@ class Replica:
     """One rank of a replica that has trained a little since its anchor."""
 
     def __init__(
-        self, control: ControlGroup | None = None, *, first: float = 0.0, timeout_s: float = TIMEOUT_S
+        self,
+        control: ControlGroup | None = None,
+        *,
+        first: float = 0.0,
+        timeout_s: float = TIMEOUT_S,
+        remains: Remains | None = None,
     ) -> None:
         self.control = control or Alone()
         self.parameters = [nn.Parameter(torch.arange(float(size)) + first) for size in SIZES]
@@ -165,6 +194,7 @@ class Replica:
             trainee=trainee,
             journal=journal,
             timeout_s=timeout_s,
+            remains=remains,
         )
         for parameter in self.parameters:
             parameter.data += LEARNED
@@ -566,3 +596,146 @@ def test_who_has_only_moved_on_is_asked_again_at_once() -> None:
     replica.is_offered(snapshot, newer)
 
     assert replica.adoption.heal_from_any(0, None) == Sync(kind=SyncKind.HEALED, outer_step=LAST - 2)
+
+
+# -- what an earlier incarnation has left ------------------------------------------------------------------------------
+
+
+class Left:
+    """What the ranks of an earlier incarnation left in memory, a donor's state on each."""
+
+    def __init__(self, ranks: int) -> None:
+        self.files = [os.memfd_create("rank", os.MFD_CLOEXEC) for _ in range(ranks)]
+        self.memories = [SharedMemory(self.path(rank), room=64 << 20) for rank in range(ranks)]
+        self.donors = [donor_at(LAST - 2, first=100.0 * (rank + 1)) for rank in range(ranks)]
+        self.parts = [self._moved(rank, snapshot) for rank, (_, snapshot) in enumerate(self.donors)]
+        hashes = [part.header["rank_hash"] for part in self.parts]
+        self.offer = Offer(outer_step=LAST - 2, state_hash=combine(hashes), donors=((DONOR, 0), (4, 0)))
+
+    def _moved(self, rank: int, snapshot: Snapshot) -> Snapshot:
+        memory = self.memories[rank]
+        return Snapshot(
+            snapshot.header,
+            {
+                section: {
+                    name: memory.allocate(tuple(tensor.shape), tensor.dtype).copy_(tensor)
+                    for name, tensor in tensors.items()
+                }
+                for section, tensors in snapshot.sections.items()
+            },
+        )
+
+    def path(self, rank: int) -> str:
+        return f"/proc/{os.getpid()}/fd/{self.files[rank]}"
+
+    def keep(self, *ranks: int) -> None:
+        """Let those ranks have shown it before they died, under the hash of the whole replica's state."""
+        for rank in ranks:
+            part = self.parts[rank]
+            header = {**part.header, "state_hash": self.offer.state_hash}
+            self.memories[rank].keep(Snapshot(header, part.sections))
+
+    def held(self, rank: int) -> int:
+        return os.fstat(self.files[rank]).st_blocks
+
+    def close(self) -> None:
+        for file in self.files:
+            os.close(file)
+
+
+@pytest.fixture
+def left() -> Iterator[Left]:
+    made = Left(2)
+    yield made
+    made.close()
+
+
+def heals(left: Left, rank: int, control: ControlGroup, now: Mapping[Member, tuple[int, int]]) -> Replica:
+    """One rank of the next incarnation, after it has healed."""
+    replica = Replica(control, remains=Remains(left.path(rank)))
+    # Over the network comes a state with other moments.
+    part = left.donors[rank][1]
+    inner = {name: tensor + 1 for name, tensor in part.sections[INNER].items()}
+    whole = combine([part.header["rank_hash"], hash_tensors(inner)])
+    replica.is_offered(Snapshot({**part.header, "whole_hash": whole}, {**part.sections, INNER: inner}), left.offer)
+    replica.market.now.update(now)
+    assert replica.adoption.heal_from_any(0, None) == Sync(kind=SyncKind.HEALED, outer_step=LAST - 2)
+    assert holds(replica, part)
+    assert learned(replica) == [0.0, 0.0]
+    assert replica.rank.counter == 100.0 * (rank + 1)
+    return replica
+
+
+def test_a_state_that_is_still_the_runs_is_taken_from_memory(left: Left) -> None:
+    left.keep(0, 1)
+    controls = together(2)
+    # The first donor of the offer is gone; the second says it.
+    now = {(4, 0): (LAST - 2, left.offer.state_hash)}
+
+    replicas = each(2, lambda rank: heals(left, rank, controls[rank], now))
+
+    for rank, replica in enumerate(replicas):
+        assert replica.market.fetched == replica.market.took == []
+        assert replica.market.released_count == 1
+        assert torch.equal(replica.rank.moment, torch.full((4,), 100.0 * (rank + 1)))
+        whole = left.parts[rank].header["whole_hash"]
+        assert replica.journal.told[1:] == [("heal_finished", 4, LAST - 2, 0, whole)]
+        assert replica.journal.sources == [Source.MEMORY]
+        assert left.held(rank) == 0
+
+
+def flip(tensor: torch.Tensor) -> None:
+    tensor.view(torch.int32)[1] ^= 1 << 9
+
+
+@pytest.mark.parametrize(
+    "why", ["nobody answers", "a peer is newer", "another state", "one rank has none", "an anchor", "a moment", "index"]
+)
+def test_any_doubt_about_it_means_the_network_for_all_ranks(left: Left, why: str) -> None:
+    left.keep(*((0,) if why == "one rank has none" else (0, 1)))
+    controls = together(2)
+    now = {(DONOR, 0): (LAST - 2, left.offer.state_hash)}
+    match why:
+        case "nobody answers":
+            now = {}
+        case "a peer is newer":
+            now = {(DONOR, 0): (LAST - 1, 5)}
+        case "another state":
+            now = {(DONOR, 0): (LAST - 2, left.offer.state_hash + 1)}
+        case "an anchor":
+            flip(left.parts[1].sections[OUTER]["1.anchor"])
+        case "a moment":
+            flip(left.parts[0].sections[INNER]["exp_avg"])
+        case "index":
+            os.pwrite(left.files[1], b"x", 30)
+
+    def act(rank: int) -> tuple[bool, list[int], list[Source], int]:
+        replica = heals(left, rank, controls[rank], now)
+        moved = torch.equal(replica.rank.moment, torch.full((4,), 100.0 * (rank + 1) + 1))
+        return moved, replica.market.fetched, replica.journal.sources, left.held(rank)
+
+    assert each(2, act) == [(True, [DONOR], [Source.PEERS], 0)] * 2
+
+
+def test_memory_is_looked_at_once_and_given_back_before_a_transfer(left: Left) -> None:
+    left.keep(0)
+    replica = Replica(remains=Remains(left.path(0)))
+    offer, snapshot = donor_at(LAST - 2, first=100.0)
+    replica.is_offered(TransferFailed("gone"), Offer(outer_step=LAST - 1, state_hash=1, donors=((3, 0),)))
+    replica.is_offered(snapshot, offer)
+    # In the second look it would fit.
+    replica.market.now[DONOR, 0] = (LAST - 2, offer.state_hash)
+    held: list[int] = []
+    fetch = replica.market.fetch
+
+    def watched(*arguments: Any, **settings: Any) -> Fetched:
+        held.append(left.held(0))
+        return fetch(*arguments, **settings)
+
+    replica.market.fetch = watched  # type: ignore[method-assign]
+
+    assert replica.adoption.heal_from_any(0, None) == Sync(kind=SyncKind.HEALED, outer_step=LAST - 2)
+
+    assert replica.market.fetched == [3, DONOR]
+    assert held == [0, 0]
+    assert replica.journal.sources == [Source.PEERS]

@@ -6,11 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from elastic_train.config import DilocoConfig, RecoveryConfig, RunConfig
 from elastic_train.replica.watch.beacon import Beacon, BeaconReader, Budgets, Phase, Sample, hang
 from tests.programs import running
 from tests.waiting import wait_until
 
-BUDGETS = Budgets(build_s=600.0, step_s=90.0, silence_s=15.0)
+BUDGETS = Budgets(
+    build_s=600.0, first_step_s=700.0, step_s=90.0, quorum_s=80.0, evaluate_s=300.0, save_s=500.0, silence_s=15.0
+)
+SOON = replace(BUDGETS, silence_s=1.5)
 NOW = 10_000.0
 
 # The rank is in a step; then it does what its second argument says, while its main thread gets nowhere.
@@ -36,11 +40,14 @@ WAITS = "sys.stdin.read()"
         (Phase.SYNC, 91.0, 0.2, "did not move on for 91.0 s in phase sync at step 7"),
         (Phase.BUILD, 599.0, 0.2, None),
         (Phase.BUILD, 601.0, 0.2, "did not move on for 601.0 s in phase build at step 7"),
-        (Phase.SAVE, 599.0, 0.2, None),
-        (Phase.SAVE, 601.0, 0.2, "did not move on for 601.0 s in phase save at step 7"),
-        (Phase.EVALUATE, 599.0, 0.2, None),
-        (Phase.EVALUATE, 601.0, 0.2, "did not move on for 601.0 s in phase evaluate at step 7"),
-        (Phase.QUORUM, 9000.0, 0.2, None),
+        (Phase.FIRST_STEP, 699.0, 0.2, None),
+        (Phase.FIRST_STEP, 701.0, 0.2, "did not move on for 701.0 s in phase first_step at step 7"),
+        (Phase.SAVE, 499.0, 0.2, None),
+        (Phase.SAVE, 501.0, 0.2, "did not move on for 501.0 s in phase save at step 7"),
+        (Phase.EVALUATE, 299.0, 0.2, None),
+        (Phase.EVALUATE, 301.0, 0.2, "did not move on for 301.0 s in phase evaluate at step 7"),
+        (Phase.QUORUM, 79.0, 0.2, None),
+        (Phase.QUORUM, 81.0, 0.2, "did not move on for 81.0 s in phase quorum at step 7"),
         (Phase.IDLE, 9000.0, 0.2, None),
     ],
 )
@@ -54,7 +61,7 @@ def test_how_long_a_living_rank_may_stand_still(
 
 @pytest.mark.parametrize("phase", Phase)
 def test_silence_is_a_hang_in_every_phase_and_a_start_gets_more_of_it(phase: Phase) -> None:
-    silent_s = 60.5 if phase is Phase.BUILD else 15.5
+    silent_s = 60.5 if phase in (Phase.BUILD, Phase.FIRST_STEP) else 15.5
     sample = Sample(phase=phase, step=7, progress_at=NOW - silent_s, alive_at=NOW - silent_s)
 
     assert hang(replace(sample, alive_at=sample.alive_at + 1), NOW, BUDGETS) is None
@@ -62,6 +69,41 @@ def test_silence_is_a_hang_in_every_phase_and_a_start_gets_more_of_it(phase: Pha
         f"ran no Python code for {silent_s} s in phase {phase.name.lower()} at step 7 "
         "(stopped, or something holds the GIL)"
     )
+
+
+def test_a_phase_that_nobody_bounds_is_that_in_which_a_rank_has_nothing_to_do() -> None:
+    assert [phase for phase in Phase if BUDGETS.of_phase(phase) is None] == [Phase.IDLE]
+
+
+def test_a_config_gives_each_phase_its_budget() -> None:
+    recovery = RecoveryConfig(
+        start_hang_timeout_s=601.0,
+        first_step_hang_timeout_s=602.0,
+        hang_timeout_s=91.0,
+        evaluate_hang_timeout_s=303.0,
+        save_hang_timeout_s=504.0,
+        silence_timeout_s=16.0,
+    )
+
+    budgets = Budgets.of(RunConfig(recovery=recovery))
+
+    assert {phase: budgets.of_phase(phase) for phase in Phase} == {
+        Phase.BUILD: 601.0,
+        Phase.FIRST_STEP: 602.0,
+        Phase.STEP: 91.0,
+        Phase.SYNC: 91.0,
+        Phase.QUORUM: 91.0,
+        Phase.EVALUATE: 303.0,
+        Phase.SAVE: 504.0,
+        Phase.IDLE: None,
+    }
+    assert (budgets.of_silence(Phase.STEP), budgets.of_silence(Phase.FIRST_STEP)) == (16.0, 64.0)
+
+
+def test_a_wait_that_cannot_be_looked_into_may_take_as_long_as_all_that_is_done_in_it() -> None:
+    stock = RunConfig(diloco=DilocoConfig(engine="torchft"))
+
+    assert Budgets.of(stock).of_phase(Phase.QUORUM) == 3600.0 + 300.0 + 90.0
 
 
 def read(path: Path) -> Sample:
@@ -137,7 +179,7 @@ def test_a_rank_that_holds_the_gil_becomes_silent(path: Path, phase: str) -> Non
         assert rank.stdout is not None
         assert rank.stdout.readline() == "ready\n"
 
-        words = becomes_silent(path, Budgets(build_s=600.0, step_s=600.0, silence_s=1.5))
+        words = becomes_silent(path, SOON)
 
         assert words.startswith("ran no Python code for ")
         assert rank.poll() is None
@@ -149,7 +191,7 @@ def test_a_stopped_rank_becomes_silent_and_comes_back(path: Path) -> None:
         assert rank.stdout.readline() == "ready\n"
 
         rank.send_signal(signal.SIGSTOP)
-        becomes_silent(path, Budgets(build_s=600.0, step_s=600.0, silence_s=1.5))
+        becomes_silent(path, SOON)
         silent_since = read(path).alive_at
         rank.send_signal(signal.SIGCONT)
 

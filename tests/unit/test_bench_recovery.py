@@ -1,10 +1,14 @@
 """What a join costs is told from the log: made-up logs of two survivors and a joiner, replica 0."""
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from elastic_train.events import Record
+from scripts.bench_recovery import bench_recovery
 from scripts.join_figures import STEPS_BEFORE, Join, join_figures, joins
 from tests.unit.walkthrough import START, event, events, metrics_records, sync
 
@@ -75,6 +79,7 @@ def test_a_join_is_told_from_the_log() -> None:
         intervals_skipped=0,
         wait_beyond_step_s=-0.1,
         step_ratios=(),
+        touched_step_ratios=(),
     )
 
 
@@ -142,10 +147,18 @@ def test_a_survivors_steps_in_the_transfer_are_compared_with_its_own_before() ->
     assert only(LOG, [*fast, *slow]).step_ratios == pytest.approx((1.5, 1.0))
 
 
-def test_a_step_that_is_partly_in_the_transfer_tells_nothing() -> None:
-    partly = steps(0.0, 1.2, range(1, 12), 1)
+def test_a_step_that_is_partly_in_the_transfer_is_told_apart() -> None:
+    partly = [*steps(0.0, 1.0, range(1, 10), 1), *steps(8.0, 1.5, range(9, 12), 1)]
     log = [*healed(10.0, 2, lasted=0.5), *join_sync(16.0, 3, 7, 0.1, 0.1)]
-    assert only(log, partly).step_ratios == ()
+    join = only(log, partly)
+    assert join.step_ratios == ()
+    # That from 9.5 to 11 is the only one that has a part of it.
+    assert join.touched_step_ratios == pytest.approx((1.5,))
+
+
+def test_a_step_that_only_borders_on_the_transfer_is_not_touched_by_it() -> None:
+    join = only(LOG, [*steps(0.0, 1.0, range(1, 9), 1), *steps(9.5, 0.5, range(20, 30), 1, outer_step=3)])
+    assert (join.step_ratios, join.touched_step_ratios) == ((), ())
 
 
 def test_only_the_last_steps_before_the_transfer_are_compared_with() -> None:
@@ -185,6 +198,7 @@ def test_figures_of_joins() -> None:
             intervals_skipped=incarnation,
             wait_beyond_step_s=beyond,
             step_ratios=ratios,
+            touched_step_ratios=(*ratios, 2.0),
         )
         for incarnation, heal_s, count, beyond, ratios in (
             (1, 0.5, 7, -0.1, (1.0, 1.5)),
@@ -196,6 +210,8 @@ def test_figures_of_joins() -> None:
         "intervals_skipped": 3,
         "survivor_join_wait_beyond_step_s": {"median_s": -0.1, "worst_s": -0.1},
         "survivor_step_ratio": 1.1,
+        "survivor_step_ratios": 3,
+        "survivor_touched_step_ratio": 1.5,
         "donors": [1, 2],
         "heal_s": {"median_s": 0.75, "worst_s": 1.0},
     }
@@ -207,6 +223,16 @@ def test_no_joins_have_no_figures() -> None:
         "intervals_skipped": 0,
         "survivor_join_wait_beyond_step_s": {"median_s": None, "worst_s": None},
         "survivor_step_ratio": None,
+        "survivor_step_ratios": 0,
+        "survivor_touched_step_ratio": None,
         "donors": [],
         "heal_s": {"median_s": None, "worst_s": None},
     }
+
+
+def test_a_slower_network_is_for_root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    done = CliRunner().invoke(bench_recovery, ["--mbit", "100", "--run_dir", str(tmp_path / "run")])
+    assert done.exit_code == 2
+    assert "--mbit: only root can make network namespaces" in done.stderr
+    assert not (tmp_path / "run").exists()

@@ -41,6 +41,7 @@ def measured() -> dict[str, list[TimedTransfer]]:
     return {
         "raw": took(0.5, 0.25, 9.0),
         "ours": took(1.0, 1.0, 0.1),
+        "process_group": took(0.8, 0.9, 0.8),
         "http": took(4.0, 2.0, 1.0),
         "warm_raw": took(0.2),
         "warm_ours": took(0.25),
@@ -52,6 +53,8 @@ def test_speeds_come_from_the_median_time() -> None:
         "gb_s": 1.0,
         "raw_gb_s": 2.0,
         "ratio": 0.5,
+        "process_group_gb_s": 1.25,
+        "process_group_ratio": 0.625,
         "http_gb_s": 0.5,
         "http_ratio": 2.0,
         "warm_gb_s": 4.0,

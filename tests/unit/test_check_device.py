@@ -44,6 +44,12 @@ def test_a_joiner_has_its_donors_state() -> None:
     assert figures["bytes"] == (1 << 20) + 4
 
 
+def test_a_state_comes_over_a_channel() -> None:
+    figures = device_checks.check_channel(CPU, 1 << 20)
+    assert (figures["library"], figures["accelerators"]) == ("gloo", 1)
+    assert figures["fetched_gb_s"] > 0
+
+
 def test_a_bit_that_differs_is_found() -> None:
     one = torch.zeros(3)
     other = torch.tensor([0.0, -0.0, 0.0])

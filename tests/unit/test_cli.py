@@ -172,6 +172,18 @@ def test_the_exit_code_is_the_runs(call, config, runs, end, code, last_line):
     assert call("run", config) == (code, "", last_line)
 
 
+@pytest.mark.parametrize(("status", "told"), [("interrupted", True), ("failed", True), ("succeeded", False)])
+def test_a_run_that_ends_early_says_how_to_go_on(call, config, runs, monkeypatch, status, told):
+    def run(*_, view, **__):
+        view.fold.apply({"t": 0.0, "event": "run_started", "replicas": 1, "run_dir": "some/run"})
+        view.fold.apply({"t": 1.0, "event": "checkpoint_saved", "outer_step": 1, "path": "p"})
+        return RunEnd(status=status)
+
+    stand_in(monkeypatch, "elastic_train.orchestrator.run", run=run)
+    line = "to go on: elastic-train run some/run/config.toml --resume some/run\n"
+    assert call("run", config)[1] == (line if told else "")
+
+
 def test_an_environment_problem_is_one_line(call, config, monkeypatch):
     def run(*_: object, **__: object) -> int:
         raise EnvironmentProblem("port 80 is in use:\nset lighthouse.port = 0")

@@ -56,6 +56,14 @@ CONTRADICTIONS = {
         {"lighthouse.join_timeout_ms": "90000"},
         "recovery.hang_timeout_s = 90.0 must be shorter than lighthouse.join_timeout_ms = 90000: ",
     ),
+    "hang and first step": (
+        {"recovery.first_step_hang_timeout_s": "90"},
+        "recovery.hang_timeout_s = 90.0 must be shorter than recovery.first_step_hang_timeout_s = 90.0: ",
+    ),
+    "evaluation and join": (
+        {"validation.enable": "true", "recovery.evaluate_hang_timeout_s": "600"},
+        "recovery.evaluate_hang_timeout_s = 600.0 must be shorter than lighthouse.join_timeout_ms = 600000: ",
+    ),
     "silence and hang": (
         {"recovery.silence_timeout_s": "90"},
         "recovery.silence_timeout_s = 90.0 must be shorter than recovery.hang_timeout_s = 90.0: ",
@@ -120,6 +128,15 @@ CONTRADICTIONS = {
         {"peer_ckpt.tls_certificate": "a.pem", "peer_ckpt.tls_authority": "ca.pem"},
         "TLS between peers needs all of peer_ckpt.tls_certificate, peer_ckpt.tls_key, peer_ckpt.tls_authority: "
         "set peer_ckpt.tls_key",
+    ),
+    "process groups and encryption": (
+        {"peer_ckpt.transport": "process_group"}
+        | dict.fromkeys(["peer_ckpt.tls_certificate", "peer_ckpt.tls_key", "peer_ckpt.tls_authority"], "a.pem"),
+        'peer_ckpt.transport = "process_group" sends states by a collective library, which does not encrypt, but ',
+    ),
+    "process groups and torchft": (
+        STOCK | {"peer_ckpt.transport": "process_group"},
+        'peer_ckpt.transport = "process_group" is not supported by diloco.engine = "torchft", which takes a state ',
     ),
     "silence and transfer": (
         {"peer_ckpt.idle_timeout_s": "300"},
@@ -428,7 +445,7 @@ def test_float8_settings_without_a_converter_are_accepted_with_a_note(load):
 
 def test_shipped_kinds_are_accepted(load):
     kinds = ["kill", "exit", "segfault", "exception", "comms", "hang", "stop"]
-    kinds += ["nan", "bitflip", "slow", "replica_actor"]
+    kinds += ["nan", "bitflip", "slow", "replica_actor", "lighthouse"]
     faults = [f"0.0@5:{kind}" for kind in kinds]
     config = load({"faults.at": value_text(faults), "faults.kinds": value_text(kinds)}).config
     assert [FaultSpec.parse(text).kind for text in config.faults.at] == kinds

@@ -50,7 +50,6 @@ def test_an_unknown_kind_names_the_nearest():
         FaultSpec.parse("0.0@5:segfalt")
 
 
-@pytest.mark.parametrize("kind", ["lighthouse", "host"])
-def test_kinds_of_the_grammar_that_are_not_there_yet_say_so(kind):
-    with pytest.raises(ConfigError, match=f'fault kind "{kind}" is not supported yet: use one of kill, exit'):
-        FaultSpec.parse(f"0.0@5:{kind}")
+def test_a_kind_of_the_grammar_that_is_not_there_yet_says_so():
+    with pytest.raises(ConfigError, match='fault kind "host" is not supported yet: use one of kill, exit'):
+        FaultSpec.parse("0.0@5:host")

@@ -305,9 +305,9 @@ def test_without_memory_for_a_copy_the_replica_trains_on(monkeypatch: pytest.Mon
     with monkeypatch.context() as patched:
         patched.setattr(training, "whole_state", no_memory)
         patched.setattr(training, "parameters", no_memory)
-        ElasticTrainer.save(trainer, last=False)
+        ElasticTrainer.save(trainer, whole=True, wait=False)
         with pytest.raises(NotWritten, match="could not copy its state"):
-            ElasticTrainer.save(trainer, last=True)
+            ElasticTrainer.save(trainer, whole=False, wait=True)
 
     assert (len(trainer.notes), trainer.started) == (2, [])
     assert "no snapshot of step 7: a rank could not copy its state" in trainer.notes[0]

@@ -181,6 +181,8 @@ class Replica:
 
     def alive(self) -> None: ...
 
+    def waiting(self) -> None: ...
+
     def progress(self) -> torch.Tensor:
         return torch.full((1, 4), 10**self.slot, dtype=torch.int64)
 

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Collection
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,9 +10,11 @@ import pytest
 
 from elastic_train.peer_ckpt.snapshot import Snapshot
 from elastic_train.replica.data.position import PositionTable, ShardPosition
+from elastic_train.replica.notice import Leaves, Notice
 from elastic_train.replica.outer.elastic import ElasticTrainee
 from elastic_train.replica.trainer import ElasticTrainer
 from elastic_train.replica.watch.beacon import Phase
+from tests.controls import Alone
 
 START = PositionTable.start(3)
 
@@ -38,7 +41,7 @@ def test_a_point_is_where_faults_strike(point: str, phases: list[Phase]) -> None
     ElasticTrainer.at_point(trainer, point)  # type: ignore[arg-type]
 
     assert trainer.points == [(point, 7)]
-    # While it waits for peers, the rank's own time budget does not run.
+    # From here on the rank waits for peers, for as long as they need.
     assert trainer.phases == phases
 
 
@@ -50,6 +53,22 @@ def test_the_sync_gets_somewhere(has_state: bool, phase: Phase) -> None:
     ElasticTrainee(trainer).alive()  # type: ignore[arg-type]
 
     assert trainer.phases == [phase]
+
+
+def test_a_wait_for_a_quorum_goes_on_in_its_own_phase_until_the_replica_is_to_leave() -> None:
+    notice = Notice()
+    trainer = Trainer(_notice=notice, control=Alone())
+    trainer.leave_if_told = partial(ElasticTrainer.leave_if_told, trainer)  # type: ignore[arg-type]
+    trainee = ElasticTrainee(trainer)  # type: ignore[arg-type]
+
+    trainee.waiting()
+    assert trainer.phases == [Phase.QUORUM]
+
+    notice.give(3600.0)
+    trainee.waiting()
+    notice.give(0.0)
+    with pytest.raises(Leaves):
+        trainee.waiting()
 
 
 def test_another_thread_says_nothing_about_the_main_one() -> None:

@@ -184,6 +184,12 @@ def test_a_hanging_process_lives_and_runs_no_thread(tmp_path: Path) -> None:
         assert process.poll() is None
 
 
+def test_the_lighthouse_is_announced_and_left_to_the_controller() -> None:
+    with running(PROGRAM, "0.0@5:lighthouse", 0) as process:
+        said, _ = process.communicate(timeout=60)
+        assert (said, process.returncode) == ("0.0@5:lighthouse\nwent on\n", 0)
+
+
 def test_the_supervisor_is_the_one_that_dies() -> None:
     with running("input()") as supervisor, running(PROGRAM, "0.0@5:replica_actor", supervisor.pid) as process:
         said, _ = process.communicate(timeout=60)

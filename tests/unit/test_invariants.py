@@ -156,10 +156,40 @@ def test_a_restart_before_the_release_needs_no_peer() -> None:
     assert list(invariants.nobody_starts_from_scratch(log)) == []
 
 
+@pytest.mark.parametrize("standby", [False, True])
+def test_whoever_starts_after_the_release_needs_a_peer_also_in_a_standby(standby: bool) -> None:
+    log = [
+        event(1.0, "procs_started", 0, 0, pids=[1], standby=False),
+        event(2.0, "first_step", 0, 0, inner_step=1),
+        event(3.0, "standby_started", 0, 0, pids=[2]),
+        event(4.0, "procs_started", 0, 1, pids=[2], standby=standby),
+        event(9.0, "first_step", 0, 1, inner_step=21),
+    ]
+    assert list(invariants.nobody_starts_from_scratch(log)) == [
+        "replica 0 incarnation 1 made its first step without a peer's state"
+    ]
+
+
 def test_an_incarnation_whose_start_is_not_told_is_judged_by_its_number() -> None:
     log = [event(1.0, "first_step", 0, 0, inner_step=1), event(9.0, "first_step", 0, 1, inner_step=1)]
     assert list(invariants.nobody_starts_from_scratch(log)) == [
         "replica 0 incarnation 1 made its first step without a peer's state"
+    ]
+
+
+def test_all_may_begin_again_from_a_durable_snapshot_together() -> None:
+    log = [
+        event(1.0, "first_step", 0, 0, inner_step=1),
+        event(2.0, "procs_started", 0, 1, standby=False),
+        event(2.0, "procs_started", 1, 1, standby=False),
+        event(3.0, "run_restored", outer_step=1, path="p", replicas=[0]),
+        event(4.0, "first_step", 0, 1, inner_step=5),
+    ]
+    assert list(invariants.nobody_starts_from_scratch(log)) == []
+    # One that was not there at the release has to join.
+    log.append(event(5.0, "first_step", 1, 1, inner_step=5))
+    assert list(invariants.nobody_starts_from_scratch(log)) == [
+        "replica 1 incarnation 1 made its first step without a peer's state"
     ]
 
 

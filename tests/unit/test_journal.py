@@ -8,6 +8,7 @@ import torch
 
 from elastic_train.clock import ManualClock
 from elastic_train.diloco.engine import Sync, SyncKind
+from elastic_train.diloco.trainee import Source
 from elastic_train.events import EVENTS, EventWriter
 from elastic_train.peer_ckpt.shards import combine_hashes
 from elastic_train.replica.journal import Journal
@@ -164,6 +165,7 @@ def test_a_heal_is_that_of_all_ranks(tmp_path: Path) -> None:
     assert book.events() == [
         {
             "event": "heal_finished",
+            "source": "peers",
             "donors": [0, 1, 2],
             "donor_bytes": {"0": 250, "1": 310, "2": 40},
             "rank_donors": [1, 0, 1],
@@ -172,6 +174,27 @@ def test_a_heal_is_that_of_all_ranks(tmp_path: Path) -> None:
             "duration_s": 1.5,
             "state_hash": combine_hashes([16, -2, 3]),
             "rank_hashes": ["10", "-2", "3"],
+        }
+    ]
+
+
+def test_a_heal_from_memory_names_who_confirmed_it(tmp_path: Path) -> None:
+    book = Book(tmp_path, others=[[1, 0, 20, 3, 2, 1, 0, *[0] * 30]])
+
+    book.journal.heal_finished(1, {1: 0}, 5, 0.01, 2, Source.MEMORY)
+
+    assert book.events() == [
+        {
+            "event": "heal_finished",
+            "source": "memory",
+            "donors": [1],
+            "donor_bytes": {"1": 0},
+            "rank_donors": [1, 1],
+            "outer_step": 5,
+            "bytes": 0,
+            "duration_s": 0.02,
+            "state_hash": combine_hashes([2, 3]),
+            "rank_hashes": ["2", "3"],
         }
     ]
 

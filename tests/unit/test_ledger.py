@@ -141,7 +141,7 @@ def test_a_peer_that_adopts_a_state_has_it_with_all_its_proofs() -> None:
     assert (joiner.rank_hash, joiner.state_hash) == (donor.rank_hash, donor.state_hash)
     assert joiner.is_sound()
     assert (joiner.history, joiner.members) == (donor.history, MEMBERS)
-    assert joiner.count.to_list() == donor.count.to_list() == [40, 6]
+    assert joiner.count.to_list() == donor.count.to_list() == [40, 6, 1]
     assert json.loads(json.dumps(joiner.header(3))) == json.loads(json.dumps(donor.header(3)))
     # And both go on alike.
     assert [commit(ledger, 4, 0, 4.5) for ledger in (donor, joiner)] == [donor.state_hash] * 2
@@ -158,7 +158,7 @@ def test_the_header_names_the_state_and_its_outer_step() -> None:
         "state_hash": state_hash,
         "history": {"1": state_hash},
         "members": [[0, 3], [2, 0]],
-        "quorum_count": [0, 0],
+        "quorum_count": [0, 0, 0],
         "retired": [],
     }
 

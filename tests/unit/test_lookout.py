@@ -100,6 +100,19 @@ def test_a_quorum_ends_the_wait() -> None:
     assert lookout.glance(Seat(True), 4) == (True, None)
 
 
+@pytest.mark.parametrize(
+    ("control", "seat"),
+    [(Alone(), Seat(False, False, True)), (Led([0, 0, 0, -1, 0], [0, 0, 0, -1, 0], [1, 0, 0, -1, 0]), Seat(False))],
+    ids=["rank 0", "another rank"],
+)
+def test_a_rank_that_waits_shows_that_it_does(control: Alone, seat: Seat) -> None:
+    turns: list[bool] = []
+
+    assert Lookout(control, lambda: None, lambda: turns.append(True)).wait(seat, 4, soon()) is None
+
+    assert len(turns) == 2
+
+
 def test_a_peer_that_is_ahead_ends_the_wait() -> None:
     lookout = Lookout(Alone(), lambda: AHEAD)
     lookout.start(0.001)

@@ -73,7 +73,7 @@ def test_a_recovery_is_told_whole() -> None:
     (recovery,) = told().recoveries
     assert (recovery.replica, recovery.incarnation, recovery.rank, recovery.step) == (0, 1, 0, 25)
     assert (recovery.cause, recovery.detail, recovery.fault) == ("signal", "SIGKILL", "0.0@25:kill")
-    assert (recovery.level, recovery.donors) == ("restart_in_place", (1,))
+    assert (recovery.level, recovery.standby, recovery.donors) == ("restart_in_place", True, (1,))
     assert (recovery.bytes, recovery.heal_s, recovery.join_outer_step) == (12_300_000, 0.5, 3)
     assert recovery.survivor_wait_s == 0.05
     assert recovery.outage_wait_s == 1.5
@@ -304,9 +304,25 @@ def test_a_retired_replica_is_named_with_its_cause() -> None:
     assert fold.retired == {0: "hang"}
 
 
-def test_standby_processes_are_not_the_replica() -> None:
-    fold = folded(started(), event(2.0, "procs_started", 0, 1, pids=[9], standby=True))
-    assert (fold.replicas[0].incarnation, fold.replicas[0].pids) == (0, ())
+def test_a_standby_is_not_the_replica_until_it_goes_on_in_it() -> None:
+    fold = folded(
+        started(),
+        event(1.0, "procs_started", 0, 0, pids=[8], standby=False),
+        event(2.0, "standby_started", 0, 0, pids=[9]),
+        event(3.0, "standby_ready", 0, 0, duration_s=1.0),
+    )
+    assert (fold.replicas[0].incarnation, fold.replicas[0].pids) == (0, (8,))
+    for late in (failed(5.0, 0), event(5.1, "procs_started", 0, 1, pids=[9], standby=True)):
+        fold.apply(late)
+    assert (fold.replicas[0].incarnation, fold.replicas[0].pids) == (1, (9,))
+    (recovery,) = fold.recoveries
+    assert recovery.standby
+    assert recovery.phases() == pytest.approx({"detected": 0.0, "processes up": 0.1})
+
+
+def test_new_processes_are_no_standby() -> None:
+    fold = folded(started(), failed(5.0, 0), event(6.0, "procs_started", 0, 1, pids=[9], standby=False))
+    assert [recovery.standby for recovery in fold.recoveries] == [False]
 
 
 def test_an_older_quorum_that_arrives_late_is_not_the_present_one() -> None:
@@ -328,6 +344,22 @@ def test_a_restored_snapshot_takes_commits_back() -> None:
     syncs = [sync(k, 0, k, [0, 1], 0.0) for k in (1, 2, 3)]
     fold = folded(started(), running(0), syncs, event(5.0, "run_restored", outer_step=1, path="x"))
     assert (fold.outer_step, fold.tokens_committed) == (1, 100)
+
+
+def test_who_begins_again_with_all_others_takes_over_a_recovery_that_was_going_on() -> None:
+    fold = folded(
+        started(),
+        running(0),
+        event(5.0, "failure_detected", 0, 0, cause="signal", signal="SIGKILL"),
+        event(5.0, "restart_scheduled", 0, 1, level="restart_in_place", delay_s=0.0),
+        event(6.0, "procs_started", 0, 1, pids=[7], standby=False),
+        event(7.0, "restart_scheduled", 0, 2, level="restore", delay_s=0.0),
+        event(8.0, "procs_started", 0, 2, pids=[8], standby=False),
+        event(9.0, "first_step", 0, 2, inner_step=5),
+    )
+    (recovery,) = fold.recoveries
+    assert (recovery.incarnation, recovery.level, recovery.recovered_s) == (2, "restore", 4.0)
+    assert fold.recovery(0, 1) is None
 
 
 def test_the_last_loss_before_the_end_is_the_mean_of_the_last_step() -> None:

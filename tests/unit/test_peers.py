@@ -100,6 +100,35 @@ def test_a_peers_state_survives_its_journey(state: PeerState) -> None:
     assert PeerState.from_ints(state.to_ints()) == state
 
 
+def test_a_state_is_confirmed_by_a_donor_that_has_it_now(world: World) -> None:
+    donors = [world.add(slot, 4, incarnation=2) for slot in (0, 3)]
+    for donor in donors:
+        donor.state_hash = 7
+    peers = world.peers()
+    offer = Offer(outer_step=4, state_hash=7, donors=((0, 2), (3, 2)))
+    assert peers.confirms(offer) == (0, 2)
+
+    # The registry's word is older than what the first one says.
+    donors[0].outer_step = 5
+    assert peers.confirms(offer) == (3, 2)
+    donors[1].state_hash = 8
+    assert peers.confirms(offer) is None
+    # Others have it, but they are not who was offered.
+    world.add(4, 4, incarnation=1).state_hash = 7
+    assert peers.confirms(offer) is None
+    assert peers.confirms(Offer(outer_step=4, state_hash=7, donors=((4, 0), (9, 0)))) is None
+    assert peers.confirms(Offer(outer_step=4, state_hash=7, donors=((4, 1),))) == (4, 1)
+
+
+def test_a_donor_that_is_gone_confirms_nothing(world: World) -> None:
+    donor = world.add(0, 4)
+    peers = world.peers()
+    offer = Offer(outer_step=4, state_hash=donor.state_hash, donors=((0, 0),))
+    assert peers.confirms(offer) == (0, 0)
+    donor.server.close()
+    assert peers.confirms(offer) is None
+
+
 def test_the_newest_peer_is_found_with_all_that_it_says(world: World) -> None:
     world.add(0, 4)
     world.add(3, 6, incarnation=2)

@@ -10,17 +10,21 @@ from hypothesis import strategies as st
 from elastic_train.config import RecoveryConfig
 from elastic_train.events import CAUSES
 from elastic_train.orchestrator.policy import (
+    AskToRestore,
     Decision,
     Failure,
+    Loss,
     Reallocate,
     RestartInPlace,
+    RestoreAll,
     Retire,
     Stop,
     decide,
+    decide_for_all,
 )
 
 RECOVERY = RecoveryConfig()
-ESCALATION = (RestartInPlace, Reallocate, Retire, Stop)
+ESCALATION = (RestartInPlace, Reallocate, Retire, AskToRestore, Stop)
 
 
 def failure(cause: str = "signal", *, step: int = 25, error: str = "SIGKILL", healthy_s: float = 0.0) -> Failure:
@@ -65,12 +69,13 @@ def test_failures_in_a_row_climb_the_ladder() -> None:
 
 
 def test_the_levels_have_the_names_of_the_log() -> None:
-    assert [kind.level for kind in ESCALATION] == ["restart_in_place", "reallocate", "retire", "stop"]
+    assert [kind.level for kind in ESCALATION] == ["restart_in_place", "reallocate", "retire", "restore", "stop"]
+    assert RestoreAll.level == AskToRestore.level
 
 
-def test_without_enough_others_the_run_stops_and_says_why() -> None:
+def test_without_enough_others_only_all_together_can_go_on() -> None:
     failures = different(8)
-    assert verdict(failures[7], failures[:7], live=2, min_replicas=3) == Stop(
+    assert verdict(failures[7], failures[:7], live=2, min_replicas=3) == AskToRestore(
         "signal",
         "replica 0 used up its restarts and reallocations (SIGKILL), and without it only 2 of at least 3 "
         "replicas would be left",
@@ -110,7 +115,7 @@ def test_the_same_error_at_the_same_step_is_not_tried_for_ever() -> None:
     same = [failure("exception", error="ValueError: bad row", step=7)] * 3
     assert isinstance(verdict(same[1], same[:1]), RestartInPlace)
     assert verdict(same[2], same[:2]) == Retire("exception")
-    assert verdict(same[2], same[:2], live=0) == Stop(
+    assert verdict(same[2], same[:2], live=0) == AskToRestore(
         "exception",
         "replica 0 failed 3 times in a row at step 7 (ValueError: bad row), "
         "and without it only 0 of at least 1 replicas would be left",
@@ -191,12 +196,14 @@ def test_without_health_escalation_only_rises(
 
 
 @given(failures, st.lists(failures, max_size=30), recoveries, jitters, replicas, replicas)
-def test_the_run_stops_only_where_too_few_would_be_left(
+def test_all_go_back_only_where_too_few_would_be_left(
     last: Failure, history: list[Failure], recovery: RecoveryConfig, jitter: float, live: int, least: int
 ) -> None:
     decision = verdict(last, history, live=live, min_replicas=least, recovery=recovery, jitter=jitter)
+    if isinstance(decision, AskToRestore):
+        assert live < least
     if isinstance(decision, Stop):
-        assert live < least or last.cause == "config_error"
+        assert last.cause == "config_error"
     if isinstance(decision, Retire):
         assert live >= least
 
@@ -210,3 +217,51 @@ def test_the_only_endless_restart_is_a_preempted_one(
     decision = verdict(unhealthy[-1], unhealthy[:-1], recovery=recovery)
     if isinstance(decision, RestartInPlace | Reallocate) and last.cause != "preempted":
         assert len(counted) <= recovery.restarts_in_place + recovery.reallocations
+
+
+def loss(outer_step: int | None = 3, *, healthy_s: float = 0.0) -> Loss:
+    return Loss(
+        cause="signal",
+        reason="all are dead",
+        outer_step=outer_step,
+        without="no snapshot is there",
+        healthy_s=healthy_s,
+    )
+
+
+def verdict_for_all(
+    last: Loss, history: Sequence[Loss] = (), *, recovery: RecoveryConfig = RECOVERY
+) -> RestoreAll | Stop:
+    return decide_for_all(last, history, recovery=recovery, jitter=0.0)
+
+
+def test_all_go_back_to_the_snapshot_and_wait_longer_each_time() -> None:
+    losses = [loss()] * 4
+    assert [verdict_for_all(losses[n], losses[:n]) for n in range(3)] == [
+        RestoreAll(delay_s=0.0),
+        RestoreAll(delay_s=0.5),
+        RestoreAll(delay_s=1.0),
+    ]
+    assert verdict_for_all(losses[3], losses[:3]) == Stop(
+        "signal", "all are dead; the run went back to a durable snapshot 3 times before (recovery.restores = 3)"
+    )
+
+
+def test_without_a_snapshot_the_run_stops_and_says_what_to_do() -> None:
+    assert verdict_for_all(loss(None)) == Stop("signal", "all are dead; no snapshot is there")
+
+
+def test_going_back_can_be_forbidden() -> None:
+    never = RecoveryConfig(restores=0)
+    assert isinstance(verdict_for_all(loss(), recovery=never), Stop)
+
+
+def test_health_forgives_going_back_if_there_is_a_newer_snapshot() -> None:
+    losses = [loss(step, healthy_s=RECOVERY.forgive_after_s) for step in range(50)]
+    assert verdict_for_all(losses[-1], losses[:-1]) == RestoreAll(delay_s=0.0)
+
+
+@given(st.lists(st.floats(0.0, 1e6), min_size=4, max_size=4))
+def test_nobody_goes_round_in_a_circle(healths: list[float]) -> None:
+    losses = [loss(7, healthy_s=healthy_s) for healthy_s in healths]
+    assert isinstance(verdict_for_all(losses[-1], losses[:-1]), Stop)

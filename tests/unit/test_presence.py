@@ -13,7 +13,7 @@ from elastic_train.diloco.presence import Identity, Presence
 from elastic_train.diloco.publication import INNER, OUTER
 from elastic_train.lighthouse.registry import RegistryServer
 from elastic_train.peer_ckpt.client import PeerClient
-from elastic_train.peer_ckpt.directory import Directory, RegistryUnreachable
+from elastic_train.peer_ckpt.directory import Directory, RegistrationRefused
 from elastic_train.peer_ckpt.snapshot import Snapshot
 from tests.controls import Alone, each, together
 
@@ -179,8 +179,18 @@ def test_rank_0_says_which_state_the_replica_holds(world: World, rank: int) -> N
 def test_who_was_replaced_cannot_register(world: World) -> None:
     world.presence(incarnation=INCARNATION + 1).register()
 
-    with pytest.raises(RegistryUnreachable):
+    with pytest.raises(RegistrationRefused):
         world.presence().register()
+
+
+def test_a_registry_that_is_away_is_asked_again(world: World) -> None:
+    presence = world.presence()
+    port = int(world.registry.url.rpartition(":")[2])
+    world.registry.close()
+    assert not presence.register()
+    world.registry = RegistryServer(HOST, port, TOKEN)
+    assert presence.register()
+    assert SLOT in world.directory().peers()
 
 
 def test_a_replica_that_left_does_not_answer(world: World) -> None:

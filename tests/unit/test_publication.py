@@ -1,5 +1,6 @@
 """What a rank shows its peers, while the trainer goes on changing what it was made of."""
 
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -11,8 +12,10 @@ from torch import nn
 from elastic_train.diloco.flat import FlatFragment, flatten
 from elastic_train.diloco.publication import INNER, OUTER, Publication, whole_hash
 from elastic_train.peer_ckpt.client import Donor, PeerClient
+from elastic_train.peer_ckpt.memory_index import read_index
 from elastic_train.peer_ckpt.server import PeerServer
 from elastic_train.peer_ckpt.shards import combine, hash_tensors
+from elastic_train.peer_ckpt.shared_memory import SharedMemory
 from elastic_train.peer_ckpt.snapshot import Snapshot
 
 HOST = "127.0.0.1"
@@ -60,13 +63,18 @@ class Server(PeerServer):
 class Shop:
     """A publication and all around it."""
 
-    def __init__(self, server: Server, snapshots: int = 2) -> None:
+    def __init__(self, server: Server, snapshots: int = 2, memory: SharedMemory | None = None) -> None:
         self.rank = Rank()
         self.server = server
         modules = [nn.Linear(2, 2), nn.Linear(3, 1)]
-        self.fragments: list[FlatFragment] = flatten(modules, device=torch.device("cpu"), pin_memory=False)
+        self.fragments: list[FlatFragment] = flatten(
+            modules,
+            device=torch.device("cpu"),
+            pin_memory=False,
+            allocate=memory.allocate if memory is not None else None,
+        )
         trainee: Any = self.rank
-        self.publication = Publication(server, self.fragments, trainee, snapshots=snapshots)
+        self.publication = Publication(server, self.fragments, trainee, snapshots=snapshots, memory=memory)
 
     def publish(self, **header: Any) -> Snapshot:
         """Publish, and wait for it."""
@@ -252,3 +260,93 @@ def test_the_hash_of_the_whole_is_that_of_what_is_in_place(shop: Shop) -> None:
     assert whole_hash(-8, shop.rank.moments()) != shown.header["whole_hash"]
     shop.rank.step += 1
     assert whole_hash(-7, shop.rank.moments()) != shown.header["whole_hash"]
+
+
+# -- what the next incarnation would find ------------------------------------------------------------------------------
+
+
+class Estate:
+    """The shared memory of a rank, as it would be found if the rank died now."""
+
+    def __init__(self) -> None:
+        self._file = os.memfd_create("rank", os.MFD_CLOEXEC)
+        self.memory = SharedMemory(f"/proc/self/fd/{self._file}", room=64 << 20)
+
+    @property
+    def outer_step(self) -> int | None:
+        """Of the snapshot that would be found; None: none would."""
+        index = read_index(self._file)
+        return None if index is None else int(index.header["outer_step"])
+
+    def holds(self, snapshot: Snapshot) -> bool:
+        """Whether the file has the snapshot's bytes where its index says so."""
+        index = read_index(self._file)
+        assert index is not None
+        return index.header == snapshot.header and all(
+            os.pread(self._file, place.size, start) == tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+            for section, tensors in snapshot.sections.items()
+            for (place, start), tensor in zip(index.sections[section].values(), tensors.values(), strict=True)
+        )
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+@pytest.fixture
+def estate() -> Iterator[Estate]:
+    made = Estate()
+    yield made
+    made.close()
+
+
+def test_all_that_is_shown_would_be_found(server: Server, estate: Estate) -> None:
+    shop = Shop(server, memory=estate.memory)
+    assert estate.outer_step is None
+    shop.rank.at_copy = lambda: copied.append(estate.outer_step)
+    copied: list[int | None] = []
+
+    for outer_step in range(3, 7):
+        shown = shop.publish(outer_step=outer_step)
+        assert estate.holds(shown)
+        commit(shop, outer_step % 2)
+        assert estate.holds(shown)
+        shop.rank.optimizer_steps()
+
+    # While the next one is copied, the one before is still whole.
+    assert copied == [None, 3, 4, 5]
+
+
+def test_with_one_shelf_nothing_would_be_found_while_it_is_written(server: Server, estate: Estate) -> None:
+    shop = Shop(server, 1, estate.memory)
+    shop.publish(outer_step=3)
+    copied: list[int | None] = []
+    shop.rank.at_copy = lambda: copied.append(estate.outer_step)
+
+    shown = shop.publish(outer_step=4)
+
+    assert copied == [None]
+    assert estate.holds(shown)
+
+
+def test_a_candidate_over_what_would_be_found_takes_it_away_first(server: Server, estate: Estate) -> None:
+    shop = Shop(server, memory=estate.memory)
+    shop.publish(outer_step=3)
+    fragment = shop.fragments[0]
+
+    shop.publication.retire_candidate_of(fragment)
+    assert estate.outer_step == 3
+    # A commit whose state is not shown yet, and the next attempt.
+    fragment.swap()
+    shop.publication.retire_candidate_of(fragment)
+
+    assert estate.outer_step is None
+
+
+@pytest.mark.parametrize("section", [INNER, OUTER])
+def test_a_peers_state_is_put_where_nothing_would_be_found(server: Server, estate: Estate, section: str) -> None:
+    shop = Shop(server, memory=estate.memory)
+    shop.publish(outer_step=3)
+
+    shop.publication.retire(section)
+
+    assert estate.outer_step is None

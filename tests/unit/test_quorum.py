@@ -28,30 +28,44 @@ class Lighthouse:
         self.answer: Any = None
         self.other = "passed through"
 
-    def will_say(self, number: int, members: tuple[str, ...], max_step: int = 1, rank: int = 0) -> None:
+    def will_say(self, number: int, members: tuple[str, ...], max_step: int = 0, rank: int = 0) -> None:
         self.answer = SimpleNamespace(
             quorum_id=number, replica_ids=list(members), max_step=max_step, replica_rank=rank, heal=False
         )
 
     def _quorum(self, **request: Any) -> Any:
         self.asked.append(request)
+        self.answer.max_step = max(self.answer.max_step, request["step"])
         return self.answer
 
 
-def key_of(client: FencedClient, lighthouse: Lighthouse, *quorum: Any) -> int:
-    lighthouse.will_say(*quorum)
-    answer = client._quorum(group_rank=0, commit_failures=0)
-    assert client.formed is not None
-    assert answer.quorum_id == client.formed.key
-    return client.formed.key
+def keys_of(number: int, members: tuple[str, ...], *asked: tuple[FencedClient, int]) -> list[int]:
+    """The keys of the members of one quorum, each of which asks at its step and hears the greatest of all."""
+    greatest = max(client._stamp << 24 | step for client, step in asked)
+    keys = []
+    for client, step in asked:
+        client._client.will_say(number, members, greatest)
+        answer = client._quorum(group_rank=0, step=step, commit_failures=0)
+        assert client.formed is not None
+        assert answer.quorum_id == client.formed.key
+        assert answer.max_step < 2**24
+        keys.append(client.formed.key)
+    return keys
 
 
-@pytest.fixture
-def asked() -> Lighthouse:
-    return Lighthouse()
+def key_of(client: FencedClient, number: int, members: tuple[str, ...], step: int = 1) -> int:
+    return keys_of(number, members, (client, step))[0]
 
 
-def test_the_answer_is_kept_and_the_rest_passes_through(asked: Lighthouse) -> None:
+def member(*, is_new: bool = False) -> FencedClient:
+    """One of a run; a new incarnation asks for a new group."""
+    client = FencedClient(Lighthouse())
+    client.stamp(is_new)
+    return client
+
+
+def test_the_answer_is_kept_and_the_rest_passes_through() -> None:
+    asked = Lighthouse()
     client = FencedClient(asked)
     asked.will_say(4, PAIR, 9, 1)
 
@@ -63,68 +77,136 @@ def test_the_answer_is_kept_and_the_rest_passes_through(asked: Lighthouse) -> No
     assert client.other == "passed through"
 
 
-def test_the_same_quorum_keeps_its_key_while_steps_are_committed(asked: Lighthouse) -> None:
-    client = FencedClient(asked)
+def test_a_stamp_is_above_the_step_and_makes_the_lighthouse_count_up() -> None:
+    asked = Lighthouse()
+    client = FencedClient(asked, draw=lambda: 5)
+    asked.will_say(4, PAIR)
+    client.stamp(True)
 
-    assert len({key_of(client, asked, 4, PAIR, step) for step in (1, 2, 3)}) == 1
+    answer = client._quorum(group_rank=0, step=3, commit_failures=99)
+
+    assert asked.asked == [{"group_rank": 0, "step": 5 << 24 | 3, "commit_failures": 1}]
+    assert answer.max_step == 3
 
 
-def test_members_that_hear_the_same_have_the_same_key(asked: Lighthouse) -> None:
-    old, new = FencedClient(asked), FencedClient(asked)
-    key_of(old, asked, 3, ALONE, 7)
+def test_stamps_fit_beside_the_step() -> None:
+    client = member()
+    for _ in range(1000):
+        client.stamp(True)
+        assert 0 < client._stamp << 24 < 2**62
 
-    assert key_of(old, asked, 4, PAIR, 8) == key_of(new, asked, 4, PAIR, 8)
+
+def test_the_same_quorum_keeps_its_key_while_steps_are_committed() -> None:
+    client = member()
+
+    assert len({key_of(client, 4, PAIR, step) for step in (1, 2, 3)}) == 1
+
+
+def test_members_that_hear_the_same_have_the_same_key() -> None:
+    old, new = member(), member(is_new=True)
+    key_of(old, 3, ALONE, 7)
+
+    old_key, new_key = keys_of(4, PAIR, (old, 8), (new, 8))
+
+    assert old_key == new_key
 
 
 @pytest.mark.parametrize(
     "later",
-    [(5, PAIR, 1), (4, REPLACED, 1), (4, ALONE, 1), (4, PAIR[::-1], 1)],
-    ids=["number", "incarnation", "members", "order"],
+    [(5, PAIR), (4, REPLACED), (4, ALONE), (4, PAIR[::-1])],
+    ids=["number", "id", "members", "order"],
 )
-def test_another_quorum_has_another_key(asked: Lighthouse, later: tuple[Any, ...]) -> None:
-    client = FencedClient(asked)
+def test_another_quorum_has_another_key(later: tuple[Any, ...]) -> None:
+    client = member()
 
-    assert key_of(client, asked, 4, PAIR, 1) != key_of(client, asked, *later)
+    assert key_of(client, 4, PAIR) != key_of(client, *later)
 
 
-def test_numbers_that_come_again_after_a_restart_give_new_keys(asked: Lighthouse) -> None:
-    client = FencedClient(asked)
-    before = [key_of(client, asked, number, members, 5) for number, members in ((1, PAIR), (2, ALONE))]
+def test_numbers_that_come_again_after_a_restart_give_new_keys() -> None:
+    client = member()
+    before = [key_of(client, number, members, 5) for number, members in ((1, PAIR), (2, ALONE))]
 
-    after = [key_of(client, asked, number, members, 9) for number, members in ((1, PAIR), (2, ALONE))]
+    after = [key_of(client, number, members, 9) for number, members in ((1, PAIR), (2, ALONE))]
 
     assert len({*before, *after}) == 4
 
 
-def test_a_broken_group_gets_another_key_even_under_the_number_it_had(asked: Lighthouse) -> None:
-    one, other = FencedClient(asked), FencedClient(asked)
-    before = [key_of(client, asked, 1, PAIR) for client in (one, other)]
-    one.broken = other.broken = 1
+def test_a_broken_group_gets_another_key_even_under_the_number_it_had() -> None:
+    one, other = member(), member()
+    keys = [keys_of(1, PAIR, (one, 1), (other, 1))]
+    for _ in range(3):
+        # Its peer may not have noticed.
+        one.stamp(True)
+        keys.append(keys_of(1, PAIR, (one, 1), (other, 1)))
 
-    again = [[key_of(client, asked, 1, PAIR) for client in (one, other)] for _ in range(2)]
-
-    assert all(len(set(keys)) == 1 for keys in (before, *again))
-    assert len({before[0], again[0][0], again[1][0]}) == 3
+    assert all(mine == its for mine, its in keys)
+    assert len({mine for mine, _ in keys}) == 4
 
 
-def test_a_key_fits_where_torchft_carries_it(asked: Lighthouse) -> None:
+def test_a_new_incarnation_under_an_old_id_has_a_group_with_the_survivor_at_once() -> None:
+    """Lighthouse and replica were started again between two syncs, so that number, members and step are the same."""
+    survivor, lost = member(), member()
+    before = keys_of(1, PAIR, (survivor, 3), (lost, 3))
+
+    after = keys_of(1, PAIR, (survivor, 3), (member(is_new=True), 3))
+
+    assert after[0] == after[1] != before[0] == before[1]
+
+
+def test_who_was_left_behind_has_a_group_with_the_others_at_once() -> None:
+    """What it was in last has the number and the members of what it is in now, as counted after a restart."""
+    one, other, behind = member(), member(), member()
+    trio = ("replica_0:a", "replica_1:b", "replica_2:c")
+    keys_of(1, trio, (one, 3), (other, 3), (behind, 3))
+    keys_of(2, PAIR, (one, 4), (other, 4))
+
+    after = keys_of(1, trio, (one, 5), (other, 5), (behind, 4))
+
+    assert len(set(after)) == 1
+
+
+def test_a_key_fits_where_torchft_carries_it() -> None:
     """In a signed 64-bit integer, where 0 stands for no quorum."""
-    client = FencedClient(asked)
+    client = member()
 
-    keys = [key_of(client, asked, number, PAIR, 1) for number in range(64)]
+    keys = [key_of(client, number, PAIR) for number in range(64)]
 
     assert all(0 < key < 2**56 for key in keys)
     assert len(set(keys)) == 64
 
 
-def test_the_engine_decides_what_counts_as_a_failure(asked: Lighthouse) -> None:
-    client = FencedClient(asked)
-    asked.will_say(1, PAIR)
-    client.broken = 3
+@given(st.data())
+def test_all_members_have_one_key_and_a_group_that_is_theirs(data: st.DataObject) -> None:
+    """Over any history of a Lighthouse and of three replicas that are restarted, fail in a sync or miss some."""
+    clients = [member(is_new=True) for _ in range(3)]
+    steps, groups = [1, 1, 1], [0, 0, 0]
+    last: tuple[int, tuple[int, ...]] = (0, ())
+    used: set[int] = set()
+    for _ in range(data.draw(st.integers(1, 12))):
+        for slot in data.draw(st.sets(st.integers(0, 2), max_size=1)):
+            clients[slot], steps[slot], groups[slot] = member(is_new=True), max(steps), 0
+        if data.draw(st.booleans()):
+            last = (0, ())
+        slots = tuple(sorted(data.draw(st.sets(st.integers(0, 2), min_size=1))))
+        number = last[0] + int(slots != last[1] or any(clients[slot]._stamp for slot in slots))
+        last = number, slots
 
-    client._quorum(group_rank=0, commit_failures=99)
+        keys = keys_of(
+            number, tuple(f"replica_{slot}:x" for slot in slots), *((clients[slot], steps[slot]) for slot in slots)
+        )
 
-    assert asked.asked[0]["commit_failures"] == 3
+        assert len(set(keys)) == 1
+        fresh = [groups[slot] != keys[0] for slot in slots]
+        # All set it up, under a key that never was, or all have it.
+        assert not any(fresh) or (all(fresh) and keys[0] not in used)
+        used.add(keys[0])
+        newest = max(steps[slot] for slot in slots)
+        commits = data.draw(st.booleans())
+        for slot in slots:
+            groups[slot] = keys[0]
+            took_part = commits and steps[slot] == newest
+            clients[slot].stamp(not took_part)
+            steps[slot] += took_part
 
 
 # -- the seat ----------------------------------------------------------------------------------------------------------
@@ -160,7 +242,7 @@ class FakeManager:
 
     def answers(self, number: int, members: tuple[str, ...] = PAIR) -> None:
         self._client._client.will_say(number, members)
-        self._client._quorum()
+        self._client._quorum(step=1)
         self.requests[-1].set_result(None)
 
 
@@ -226,15 +308,25 @@ def test_a_group_that_could_not_be_set_up_is_no_quorum(seat: QuorumSeat, manager
 
 
 def test_only_an_unbroken_group_may_stay(seat: QuorumSeat, manager: FakeManager) -> None:
-    told = []
-    for number, broken in enumerate([False, True, True, False]):
+    told, keys = [], []
+    for broken in [True, False, True, True, False]:
         seat.rebuild_group(broken)
         seat.announce(0)
-        manager.answers(number + 1)
-        seat.take()
+        manager.answers(1)
+        keys.append(seat.take().key)
         told.append(manager._client._client.asked[-1]["commit_failures"])
 
-    assert told == [0, 1, 2, 0]
+    assert told == [1, 0, 1, 1, 0]
+    assert keys[0] == keys[1]
+    assert keys[3] == keys[4]
+    assert len(set(keys)) == 3
+
+
+def test_a_new_incarnation_asks_for_a_new_group(seat: QuorumSeat, manager: FakeManager) -> None:
+    seat.announce(0)
+    manager.answers(1)
+
+    assert manager._client._client.asked[-1]["commit_failures"] == 1
 
 
 def test_to_leave_is_not_to_wait(seat: QuorumSeat, manager: FakeManager) -> None:
@@ -284,8 +376,10 @@ def test_a_real_lighthouse_answers(real_seat: QuorumSeat) -> None:
 # -- numbers for people ------------------------------------------------------------------------------------------------
 
 
-def formed(number: int, members: tuple[str, ...] = PAIR) -> Formed:
-    return Formed(key=number, number=number, replica_ids=members, rank=0)
+def formed(number: int, members: tuple[str, ...] = PAIR, group: int = 0) -> Formed:
+    """``group`` tells groups apart that have the same number and members."""
+    key = hash((number, members, group)) % 2**40 + 1
+    return Formed(key=key, number=number, replica_ids=members, rank=0)
 
 
 def shown(count: QuorumCount, quorum: Formed, *others: int) -> int:
@@ -316,6 +410,15 @@ def test_a_number_that_others_have_now_tells_of_a_restart() -> None:
     shown(count, formed(1))
 
     assert shown(count, formed(1, REPLACED)) == 2
+
+
+def test_a_number_that_stands_for_another_group_now_tells_of_a_restart() -> None:
+    """As after a restart of the Lighthouse and of a replica, which has kept its id."""
+    count, joiner = QuorumCount(), QuorumCount()
+    shown(count, formed(1))
+    joiner.follow(count.to_list())
+
+    assert shown(count, formed(1, group=1)) == shown(joiner, formed(1, group=1)) == 2
 
 
 def test_a_joiner_counts_like_its_peers() -> None:

@@ -1,3 +1,4 @@
+import logging
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -5,9 +6,9 @@ from typing import Any
 import pytest
 
 from elastic_train.lighthouse.registry import IncarnationEnded, Registry, RegistryServer
-from elastic_train.peer_ckpt.directory import Directory, RegistryUnreachable
+from elastic_train.peer_ckpt.directory import Directory, RegistrationRefused
 from elastic_train.peer_ckpt.request import RequestFailed, ask
-from elastic_train.peer_ckpt.roll import PeerEntry
+from elastic_train.peer_ckpt.roll import PeerEntry, Roll
 
 TOKEN = "0123456789abcdef"
 TIMEOUT_S = 30.0
@@ -112,16 +113,74 @@ def test_a_registry_that_starts_anew_revives_nobody(server: RegistryServer, dire
         successor.close()
 
 
-def test_a_replica_that_cannot_register_at_all_says_so(server: RegistryServer) -> None:
-    with pytest.raises(RegistryUnreachable, match=r"replica 0 could not be registered: .*401"):
+def test_one_that_was_given_what_is_known_says_it_from_the_beginning() -> None:
+    roll = Roll(peers={0: entry(1)}, ended={0: 0, 2: 5}, retired=(3, 2))
+    server = RegistryServer("127.0.0.1", 0, TOKEN, roll=roll)
+    try:
+        newcomer = Directory(server.url, TOKEN)
+        assert newcomer.roll() == roll
+        assert newcomer.is_dead(2, 5)
+        with pytest.raises(RegistrationRefused):
+            newcomer.register(2, 5, RANKS)
+    finally:
+        server.close()
+
+
+def test_one_that_starts_anew_is_told_again_by_those_who_know(server: RegistryServer, directory: Directory) -> None:
+    directory.register(0, 1, RANKS)
+    directory.ended(1, 0)
+    for slot in (3, 2):
+        directory.retired(slot)
+    port = int(server.url.rpartition(":")[2])
+    server.close()
+    assert not directory.refresh()
+    assert not directory.ended(1, 4)
+    successor = RegistryServer("127.0.0.1", port, TOKEN)
+    try:
+        assert directory.refresh()
+        assert Directory(server.url, TOKEN).roll() == Roll(peers={0: entry(1)}, ended={1: 4}, retired=(3, 2))
+    finally:
+        successor.close()
+
+
+def test_who_has_seen_an_end_knows_it_though_nobody_heard(server: RegistryServer, directory: Directory) -> None:
+    server.close()
+    assert not directory.ended(1, 0)
+    assert directory.is_dead(1, 0)
+    assert not directory.is_dead(1, 1)
+
+
+def test_who_cannot_register_learns_why(server: RegistryServer) -> None:
+    with pytest.raises(RegistrationRefused, match=r"replica 0 could not be registered: .*401"):
         Directory(server.url, "another").register(0, 0, RANKS)
     directory = Directory(server.url, TOKEN)
     directory.ended(0, 3)
-    with pytest.raises(RegistryUnreachable, match="409 incarnation 3 of replica 0 has ended"):
+    with pytest.raises(RegistrationRefused, match="409 incarnation 3 of replica 0 has ended"):
         directory.register(0, 3, RANKS)
     server.close()
-    with pytest.raises(RegistryUnreachable):
-        directory.register(0, 4, RANKS)
+    assert not directory.register(0, 4, RANKS)
+
+
+def test_a_registry_that_is_away_is_a_line_and_not_a_flood(
+    server: RegistryServer, directory: Directory, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="elastic_train.peer_ckpt")
+    port = int(server.url.rpartition(":")[2])
+    server.close()
+    for _ in range(20):
+        directory.roll()
+        directory.donors(0, 0, "a", at_least=0, count=1)
+    successor = RegistryServer("127.0.0.1", port, TOKEN)
+    try:
+        for _ in range(3):
+            directory.roll()
+    finally:
+        successor.close()
+    told = [record.getMessage() for record in caplog.records if record.name.endswith("directory")]
+    assert [text.partition(" of the replicas ")[2].split(",")[0].split(":")[0] for text in told] == [
+        "does not answer and is asked again",
+        "answers again",
+    ]
 
 
 @pytest.mark.parametrize("target", ["/roll", "/register", "/ended"])

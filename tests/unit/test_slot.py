@@ -15,6 +15,7 @@ from elastic_train.config import RunConfig
 from elastic_train.events import EventLog, LineFile
 from elastic_train.lighthouse.registry import RegistryServer
 from elastic_train.orchestrator.barrier import ColdStart
+from elastic_train.orchestrator.generation import Generation
 from elastic_train.orchestrator.runfolder import RunFolder
 from elastic_train.orchestrator.scheduler import LocalScheduler
 from elastic_train.orchestrator.slot import ReplicaSlot, RunContext
@@ -48,7 +49,7 @@ def slot_of_a_lost_actor(folder: Path, registry: str, number: int, *events: dict
         metrics=LineFile(folder / "metrics.jsonl"),
         clock=SystemClock(),
         scheduler=LocalScheduler(),
-        barrier=ColdStart(2),
+        generation=Generation(barrier=ColdStart(2)),
         host="127.0.0.1",
         on_metrics=[],
         registry=registry,

@@ -26,7 +26,7 @@ def test_the_walk_through_in_words() -> None:
         "1 failure:",
         "  replica 0 rank 0 failed at step 25: killed by SIGKILL (injected: 0.0@25:kill)",
         "    state from replica 1, 12.3 MB in 0.50 s",
-        "    after its failure: detected 0.20 s, processes up 0.50 s, trainers built 3.00 s, "
+        "    after its failure, in its standby: detected 0.20 s, processes up 0.50 s, trainers built 3.00 s, "
         "state received 3.60 s, first step 3.80 s, member of a quorum 4.90 s",
         "    cost: replica 0 away for 3.80 s, 9.0% of the replicas' time; "
         "others waited at most 1.50 s at a sync without it; "
@@ -62,6 +62,26 @@ def test_a_replica_on_its_way_back_is_not_given_up(ends: bool, said: str) -> Non
     if ends:
         log.append(event(10.0, "run_finished", status="succeeded"))
     assert any(line.endswith(said) for line in summary_lines(folded(log)))
+
+
+def test_it_says_where_the_stacks_of_a_failure_are() -> None:
+    log = [
+        event(0.0, "run_started", replicas=2, run_dir="/runs/a"),
+        event(6.0, "failure_detected", 1, cause="hang", error="no step for 5 s", stacks="stacks/replica_1.0"),
+        event(7.0, "failure_detected", 0, cause="signal", signal="SIGKILL"),
+    ]
+
+    told = [line.strip() for line in summary_lines(folded(log)) if "stood" in line]
+
+    assert told == ["where its threads stood: /runs/a/stacks/replica_1.0"]
+    fold, sentences = RunFold(), []
+    for each in log:
+        fold.apply(each)
+        sentences.append(words.happening(each, fold))
+    assert sentences[1:] == [
+        "replica 1 failed: no progress: no step for 5 s; where its threads stood: stacks/replica_1.0",
+        "replica 0 failed: killed by SIGKILL",
+    ]
 
 
 def test_a_replica_that_was_given_up_is_named() -> None:
@@ -155,3 +175,18 @@ def test_sizes_are_readable(count: int, text: str) -> None:
 )
 def test_what_a_sync_met_with_is_a_sentence(name: str, fields: dict[str, object], sentence: str) -> None:
     assert words.happening(event(1.0, name, 2, **fields), RunFold()) == sentence
+
+
+@pytest.mark.parametrize(
+    ("standby", "said", "how"),
+    [
+        (False, "replica 0 has processes again, 0.50 s after its failure", "after its failure:"),
+        (True, "replica 0 goes on in its standby, 0.50 s after its failure", "after its failure, in its standby:"),
+    ],
+)
+def test_it_is_said_whether_a_replica_goes_on_in_its_standby(standby: bool, said: str, how: str) -> None:
+    started = event(2.5, "procs_started", 0, 1, pids=[2], standby=standby)
+    log = [event(0.0, "run_started", replicas=1), event(2.0, "failure_detected", 0, 0, cause="hang"), started]
+    fold = folded(log)
+    assert words.happening(started, fold) == said
+    assert any(how in line for line in summary_lines(fold))

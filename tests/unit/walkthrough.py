@@ -1,7 +1,7 @@
 """The log of one small run, for the tests of everything that reads logs.
 
-Three replicas train 60 steps and sync every 20; replica 0 is killed at step 25 and comes back with the state
-of replica 1.
+Three replicas train 60 steps and sync every 20; replica 0 is killed at step 25, goes on in its warm standby and comes
+back with the state of replica 1.
 """
 
 from itertools import pairwise
@@ -81,6 +81,8 @@ def events() -> list[Record]:
     for r in everybody:
         log += states(5.0, r, 0, "JOINING", "RUNNING")
     log += [event(5.2, "first_step", r, inner_step=1) for r in everybody]
+    log.append(event(5.5, "standby_started", 0, pids=[200]))
+    log.append(event(6.7, "standby_ready", 0, duration_s=1.5))
     log += [event(6.9, "quorum_changed", r, quorum_id=1, participants=everybody) for r in everybody]
     log += [sync(7.0, r, 1, everybody, 0.2) for r in everybody]
 
@@ -89,7 +91,7 @@ def events() -> list[Record]:
     log += states(8.2, 0, 0, "RUNNING", "BACKOFF")
     log.append(event(8.2, "restart_scheduled", 0, 1, level="restart_in_place", delay_s=0.0))
     log += states(8.3, 0, 1, "BACKOFF", "STARTING")
-    log.append(event(8.5, "procs_started", 0, 1, pids=[200], standby=False))
+    log.append(event(8.5, "procs_started", 0, 1, pids=[200], standby=True))
 
     log += [event(9.9, "quorum_changed", r, quorum_id=2, participants=survivors) for r in survivors]
     log += [sync(10.0, 1, 2, survivors, 1.5), sync(10.0, 2, 2, survivors, 1.4)]

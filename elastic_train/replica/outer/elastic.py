@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +18,15 @@ from elastic_train.diloco.fragments import split
 from elastic_train.diloco.peers import Transfers
 from elastic_train.diloco.presence import Identity
 from elastic_train.diloco.quorum import QuorumSeat
+from elastic_train.peer_ckpt.outage import Outage
+from elastic_train.peer_ckpt.remains import Remains
+from elastic_train.peer_ckpt.shared_memory import open_memory
 from elastic_train.peer_ckpt.snapshot import Snapshot
 from elastic_train.peer_ckpt.tls import tls_of
 from elastic_train.replica.data.position import PositionTable
 from elastic_train.replica.durable.content import OuterContent
 from elastic_train.replica.durable.outer import into_flat
-from elastic_train.replica.membership import Seat, make_manager, wire_device
+from elastic_train.replica.membership import Seat, introduce, make_manager, wire_device
 from elastic_train.replica.state import counters, load_counters, load_moments, moments
 from elastic_train.replica.titan import fixes
 from elastic_train.replica.watch.beacon import Phase
@@ -30,6 +35,8 @@ if TYPE_CHECKING:
     from torchft.process_group import ProcessGroup
 
     from elastic_train.replica.trainer import ElasticTrainer
+
+logger = logging.getLogger(__name__)
 
 
 class ElasticTrainee:
@@ -46,6 +53,10 @@ class ElasticTrainee:
         if threading.current_thread() is self._thread:
             trainer = self._trainer
             trainer.beacon.moved(Phase.SYNC if trainer.has_state else Phase.BUILD)
+
+    def waiting(self) -> None:
+        self._trainer.beacon.moved(Phase.QUORUM)
+        self._trainer.leave_if_told()
 
     def progress(self) -> torch.Tensor:
         return self._trainer.progress()
@@ -72,18 +83,27 @@ def make_elastic_engine(trainer: ElasticTrainer, group: ProcessGroup, store: dis
     """The engine of ``diloco.engine = "elastic"``; it becomes a member by ``open_membership``."""
     incarnation, config = trainer.incarnation, trainer.run_config
     anchor_device = trainer.device if config.diloco.anchor_device == "device" else torch.device("cpu")
+    # First, because what is of no use in it makes room for what comes.
+    remains = Remains(incarnation.remains[trainer.rank]) if incarnation.remains else None
+    memory = open_memory(incarnation.memory[trainer.rank], pin=fixes.DEVICE.pins_memory) if incarnation.memory else None
     fragments = flatten(
         split(trainer.model_parts, config.diloco.fragments),
         device=anchor_device,
         pin_memory=fixes.DEVICE.pins_memory,
+        allocate=memory.allocate if memory is not None else None,
     )
     if trainer.restored is not None:
         _fill(fragments, trainer, trainer.restored)
+    wires_at = wire_device(config.diloco.backend, fixes.DEVICE, trainer.device)
+
+    trainee = ElasticTrainee(trainer)
 
     def make_seat() -> QuorumSeat:
+        seat = Seat.of(incarnation, rank=trainer.rank, ranks=trainer.control.ranks)
+        _await_lighthouse(trainer, trainee, seat)
         return QuorumSeat(
             make_manager(
-                Seat.of(incarnation, rank=trainer.rank, ranks=trainer.control.ranks),
+                seat,
                 config=config.diloco,
                 min_replicas=config.lighthouse.min_replicas,
                 store=store,
@@ -106,6 +126,7 @@ def make_elastic_engine(trainer: ElasticTrainer, group: ProcessGroup, store: dis
                 streams=config.peer_ckpt.streams,
             ),
             snapshots=config.peer_ckpt.snapshots,
+            channel_device=wires_at if config.peer_ckpt.transport == "process_group" else None,
             tls=tls_of(config.peer_ckpt),
             watchdog_s=config.recovery.hang_timeout_s + config.recovery.silence_timeout_s,
         ),
@@ -114,11 +135,29 @@ def make_elastic_engine(trainer: ElasticTrainer, group: ProcessGroup, store: dis
         fragments=fragments,
         control=trainer.control,
         group=group,
-        wire_device=wire_device(config.diloco.backend, fixes.DEVICE, trainer.device),
+        wire_device=wires_at,
         make_seat=make_seat,
-        trainee=ElasticTrainee(trainer),
+        trainee=trainee,
         journal=trainer.journal,
+        memory=memory,
+        remains=remains,
     )
+
+
+def _await_lighthouse(trainer: ElasticTrainer, trainee: ElasticTrainee, seat: Seat) -> None:
+    """Returns when the Lighthouse has heard of this replica: it may be away for a while, and no Manager can be made
+    without it."""
+    diloco = trainer.run_config.diloco
+    end, outage = time.monotonic() + diloco.quorum_timeout_s, Outage("the Lighthouse", logger)
+    while True:
+        heard = trainer.rank == 0 and introduce(seat, diloco)
+        if trainer.control.word([int(heard)]).heard()[0]:
+            outage.is_over()
+            return
+        outage.goes_on(seat.lighthouse)
+        trainee.alive()
+        if trainer.control.any(time.monotonic() > end):
+            raise TimeoutError("the Lighthouse did not answer within diloco.quorum_timeout_s")
 
 
 def _fill(fragments: Sequence[FlatFragment], trainer: ElasticTrainer, outer: OuterContent) -> None:

@@ -19,30 +19,35 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
+from elastic_train.config import RunConfig
+
 _LAYOUT = struct.Struct("=qqdd")
 _CHECKSUM = struct.Struct("=I")
 _SIZE = _LAYOUT.size + _CHECKSUM.size
 _PULSE_S = 0.25
-_BUILD_PATIENCE = 4
-"""Loading a large library holds the GIL, for long when many processes start on few cores."""
+_START_PATIENCE = 4
+"""Loading a large library holds the GIL, for long when many processes start on few cores, and so may compiling."""
 
 
 class Phase(IntEnum):
     """What the main thread of a rank is doing; each phase has its own time budget."""
 
     BUILD = 0
-    """Imports, model, data, and the first inner step (compilation)."""
+    """Imports, model and data; in a joiner also its peers' state."""
     STEP = 1
+    """An inner step after the first."""
     SYNC = 2
     """The data phase of an outer sync: bounded by the timeouts of its operations."""
     QUORUM = 3
-    """Waiting for peers: bounded by them, not by this rank."""
+    """Waiting for peers, however long they take; but the rank goes on looking for them."""
     IDLE = 4
-    """Built and waiting for the release, or trained to the end."""
+    """Between two calls of the supervisor: built and waiting for the release, or trained to the end."""
     SAVE = 5
     """Writing a durable snapshot."""
     EVALUATE = 6
     """Passing over the validation data."""
+    FIRST_STEP = 7
+    """The first inner step of the incarnation, which may have to compile the model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,30 +67,65 @@ class Budgets:
     """Seconds that a rank may spend without moving on."""
 
     build_s: float
-    """Also for a durable snapshot and an evaluation, which take as long as a start may."""
+    first_step_s: float
     step_s: float
+    """Also from one operation of an outer sync to the next."""
+    quorum_s: float
+    evaluate_s: float
+    save_s: float
     silence_s: float
     """Without running any Python code at all."""
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Budgets:
+        """What a config allows."""
+        recovery, diloco = config.recovery, config.diloco
+        quorum_s = recovery.hang_timeout_s
+        if diloco.engine == "torchft":
+            # Its wait is one call, in which a joiner also gets its state; ours looks around several times a second.
+            quorum_s += diloco.quorum_timeout_s + max(diloco.timeout_s, config.peer_ckpt.timeout_s)
+        return cls(
+            build_s=recovery.start_hang_timeout_s,
+            first_step_s=recovery.first_step_hang_timeout_s,
+            step_s=recovery.hang_timeout_s,
+            quorum_s=quorum_s,
+            evaluate_s=recovery.evaluate_hang_timeout_s,
+            save_s=recovery.save_hang_timeout_s,
+            silence_s=recovery.silence_timeout_s,
+        )
+
+    def of_phase(self, phase: Phase) -> float | None:
+        """From one step forward to the next; None where a rank has nothing to do."""
+        match phase:
+            case Phase.BUILD:
+                return self.build_s
+            case Phase.FIRST_STEP:
+                return self.first_step_s
+            case Phase.STEP | Phase.SYNC:
+                return self.step_s
+            case Phase.QUORUM:
+                return self.quorum_s
+            case Phase.EVALUATE:
+                return self.evaluate_s
+            case Phase.SAVE:
+                return self.save_s
+            case Phase.IDLE:
+                return None
+
+    def of_silence(self, phase: Phase) -> float:
+        """Without a word of Python."""
+        return self.silence_s * (_START_PATIENCE if phase in (Phase.BUILD, Phase.FIRST_STEP) else 1)
 
 
 def hang(sample: Sample, now: float, budgets: Budgets) -> str | None:
     """Why this rank counts as hung, in words; None while it does not."""
     silent, stuck = now - sample.alive_at, now - sample.progress_at
-    patience = _BUILD_PATIENCE if sample.phase is Phase.BUILD else 1
-    if silent > budgets.silence_s * patience:
-        return (
-            f"ran no Python code for {silent:.1f} s in phase {sample.phase.name.lower()} at step {sample.step} "
-            "(stopped, or something holds the GIL)"
-        )
-    match sample.phase:
-        case Phase.BUILD | Phase.SAVE | Phase.EVALUATE:
-            budget = budgets.build_s
-        case Phase.STEP | Phase.SYNC:
-            budget = budgets.step_s
-        case _:
-            return None
-    if stuck > budget:
-        return f"did not move on for {stuck:.1f} s in phase {sample.phase.name.lower()} at step {sample.step}"
+    where = f"in phase {sample.phase.name.lower()} at step {sample.step}"
+    if silent > budgets.of_silence(sample.phase):
+        return f"ran no Python code for {silent:.1f} s {where} (stopped, or something holds the GIL)"
+    budget = budgets.of_phase(sample.phase)
+    if budget is not None and stuck > budget:
+        return f"did not move on for {stuck:.1f} s {where}"
     return None
 
 

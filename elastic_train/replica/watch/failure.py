@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+PREEMPTED = "a process of it was told to end, by SIGTERM"
+"""What the error of a replica with the cause ``preempted`` begins with."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaFailure:
@@ -19,6 +22,8 @@ class ReplicaFailure:
     traceback: str | None = None
     detect_s: float = 0.0
     """Seconds from the last sign of life to the detection."""
+    stacks: str | None = None
+    """Folder in the run folder that tells where the threads of all ranks stood."""
 
     def fields(self) -> dict[str, Any]:
         """The fields of the event ``failure_detected``."""

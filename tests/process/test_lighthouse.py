@@ -1,0 +1,86 @@
+"""The Lighthouse is lost and comes back, and no replica fails because of it."""
+
+import os
+import signal
+
+import pytest
+
+from elastic_train.events import Record
+from elastic_train.observe.invariants import violations
+from scripts.launched_run import LaunchedRun
+from tests.process.conftest import Launch
+
+END_S = 280
+
+
+def run_of(launch: Launch, outer_steps: int, *flags: str) -> LaunchedRun:
+    steps = str(20 * outer_steps)
+    return launch("llama3_tiny.toml", "--orchestrator.replicas", "2", "--training.steps", steps, *flags)
+
+
+def named(run: LaunchedRun, *names: str) -> list[Record]:
+    return [event for event in run.events() if event["event"] in names]
+
+
+def wait_for_commit(run: LaunchedRun, outer_step: int) -> None:
+    for replica in (0, 1):
+        run.wait_for_event(
+            "sync_committed",
+            END_S,
+            lambda e, replica=replica: (e["replica"], e["outer_step"]) == (replica, outer_step),  # type: ignore[misc]
+        )
+
+
+def check_that_nothing_was_lost(
+    run: LaunchedRun, outer_steps: int, *, losses: int, replicas: tuple[int, ...] = (0, 1)
+) -> None:
+    """Every sync was committed once by each of the ``replicas``; quorums' numbers only rose."""
+    assert run.wait(END_S) == 0, run.tail()
+    assert {name: found for name, found in violations(run.events()).items() if found} == {}
+    assert len(named(run, "lighthouse_lost")) == losses
+    started = named(run, "lighthouse_started")
+    assert len(started) == losses + 1
+    assert len({event["address"] for event in started}) == 1
+    assert len({event["pid"] for event in started}) == losses + 1
+    for replica in replicas:
+        steps = [e["outer_step"] for e in named(run, "sync_committed") if e["replica"] == replica]
+        assert steps == list(range(1, outer_steps + 1))
+
+
+@pytest.mark.timeout(END_S + 60)
+def test_one_that_is_killed_comes_back_and_replicas_train_on(launch: Launch) -> None:
+    run = run_of(launch, 8)
+    wait_for_commit(run, 2)
+    os.kill(named(run, "lighthouse_started")[0]["pid"], signal.SIGKILL)
+    lost = run.wait_for_event("lighthouse_lost", END_S)
+    assert (lost["cause"], lost["error"]) == ("signal", "killed by SIGKILL")
+
+    check_that_nothing_was_lost(run, 8, losses=1)
+    assert named(run, "failure_detected", "caught_up", "fenced") == []
+    assert all(event["participants"] == [0, 1] for event in named(run, "sync_committed"))
+
+
+@pytest.mark.timeout(END_S + 60)
+def test_one_that_is_lost_while_a_replica_comes_back(launch: Launch) -> None:
+    faults = '["1.0@30:kill", "0.0@32:lighthouse", "0.0@110:lighthouse"]'
+    run = run_of(launch, 35, "--faults.at", faults)
+
+    check_that_nothing_was_lost(run, 35, losses=2, replicas=(0,))
+    assert [event["kind"] for event in named(run, "fault_injected")] == ["kill", "lighthouse", "lighthouse"]
+    failures = named(run, "failure_detected")
+    assert [(event["replica"], event["signal"]) for event in failures] == [(1, "SIGKILL")]
+    assert [event["replica"] for event in named(run, "joined")] == [1]
+
+
+@pytest.mark.timeout(END_S + 60)
+def test_one_that_hangs_is_replaced(launch: Launch) -> None:
+    run = run_of(launch, 8, "--lighthouse.silence_timeout_s", "3")
+    wait_for_commit(run, 2)
+    pid = named(run, "lighthouse_started")[0]["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    lost = run.wait_for_event("lighthouse_lost", END_S)
+    assert lost["cause"] == "hang"
+    assert "did not answer for" in lost["error"]
+
+    check_that_nothing_was_lost(run, 8, losses=1)
+    assert named(run, "failure_detected", "caught_up", "fenced") == []
