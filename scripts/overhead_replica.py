@@ -146,8 +146,8 @@ class _Stage:
         from elastic_train.events import EventWriter, LineFile
         from elastic_train.replica.faults import FaultPlan
         from elastic_train.replica.membership import make_group
-        from elastic_train.replica.outer.stock import make_stock_engine
         from elastic_train.replica.notice import Notice
+        from elastic_train.replica.outer.stock import make_stock_engine
         from elastic_train.replica.rank import Incarnation, SegmentPaths, beacon_path
         from elastic_train.replica.titan import fixes
         from elastic_train.replica.trainer import ElasticTrainer

@@ -87,8 +87,8 @@ class LighthouseConfig:
     """How often the Lighthouse looks whether a quorum is ready."""
 
     silence_timeout_s: Positive = 10.0
-    """How long our Lighthouse, or the registry, may leave questions unanswered before its process counts as hanging, and
-    is ended and started again."""
+    """How long our Lighthouse, or the registry, may leave questions unanswered before its process counts as hanging,
+    and is ended and started again."""
 
     restarts: Count = 5
     """How often the process of our Lighthouse and the registry is started again at its address before the run ends.
@@ -250,8 +250,8 @@ class RecoveryConfig:
     host memory (about 0.6 GiB for each rank) and none of an accelerator."""
 
     hang_timeout_s: Positive = 90.0
-    """A rank that needs longer than this for an inner step, or for one operation of a sync, counts as hanging: where its
-    threads stand is written down, and its replica is restarted."""
+    """A rank that needs longer than this for an inner step, or for one operation of a sync, counts as hanging: where
+    its threads stand is written down, and its replica is restarted."""
 
     start_hang_timeout_s: Positive = 600.0
     """The same for a rank's start: imports, model and data, and in a joiner receiving its state."""

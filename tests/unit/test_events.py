@@ -27,8 +27,9 @@ def clock() -> ManualClock:
 def test_the_vocabulary_of_the_contract_is_there() -> None:
     contract = """
         run_started run_degraded run_restored run_finished lighthouse_started lighthouse_lost
-        allocation_requested allocation_granted allocation_lost procs_started standby_started standby_ready replica_ready
-        replica_state quorum_changed sync_committed sync_retried caught_up failure_detected restart_scheduled
+        allocation_requested allocation_granted allocation_lost procs_started standby_started standby_ready
+        replica_ready replica_state quorum_changed sync_committed sync_retried caught_up failure_detected
+        restart_scheduled
         replica_retired donor_selected heal_started transfer_progress heal_finished heal_failed joined
         checkpoint_saved fault_injected drain_started replica_finished first_step note control
         fenced doubt_settled

@@ -30,10 +30,8 @@ def test_a_later_word_counts_only_if_it_is_shorter() -> None:
 
 def test_a_warning_is_taken_only_where_somebody_heeds_it() -> None:
     notice = Notice()
-    assert not notice.warn()
-    assert not notice.warned
+    assert (notice.warn(), notice.warned) == (False, False)
     notice.heed(True)
-    assert notice.warn()
-    assert notice.warned
+    assert (notice.warn(), notice.warned) == (True, True)
     notice.heed(False)
     assert not notice.warn()

@@ -115,8 +115,8 @@ class _Asked:
             return "None: the process was gone before it could be asked."
         if self._kernel.is_stopped:
             return (
-                f"None: the process is in state {self._kernel.state}, by SIGSTOP or by a debugger. Until it is continued "
-                "it runs nothing, so it cannot say where it stands."
+                f"None: the process is in state {self._kernel.state}, by SIGSTOP or by a debugger. Until it is "
+                "continued it runs nothing, so it cannot say where it stands."
             )
         if not self._kernel.handles:
             return "None: the process has not begun to build its trainer, and would not understand the question."
