@@ -76,7 +76,8 @@ class PeerServer:
             on_served: called in a thread of the server, once for a joiner and a snapshot.
             keep: snapshots that are served at the same time, the newest ones.
             part_bytes: the most that is sent, checked and lost as one.
-            memory: where tensors of snapshots may lie; from there they are sent without a copy, if not encrypted.
+            memory: where tensors of snapshots may lie; from there they are sent to other hosts without a copy, if not
+                encrypted.
             channels: those by which parts may be sent; None: they go by connections alone.
             tls: None: in plain text, for networks that are the run's own. What goes over channels is in any case.
 

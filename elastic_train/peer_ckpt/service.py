@@ -135,7 +135,7 @@ class Exchange:
 
     @property
     def takes_files(self) -> bool:
-        """Whether ``send_file`` can be used."""
+        """Whether ``send_file`` saves anything. Raises OSError."""
         return self._wire.takes_files
 
     def send_file(self, file: int, start: int, size: int) -> None:

@@ -158,8 +158,15 @@ class Wire:
 
     @property
     def takes_files(self) -> bool:
-        """Whether ``send_file`` can be used: TLS would have to read what it encrypts."""
-        return not isinstance(self._connection, ssl.SSLSocket)
+        """Whether ``send_file`` saves anything. Raises OSError.
+
+        Not with TLS, which has to read what it encrypts; nor on one host, where the other side's copy from the file's
+        pages costs more than the one that is saved.
+        """
+        if isinstance(self._connection, ssl.SSLSocket):
+            return False
+        # The first of an address is the host.
+        return bool(self._connection.getpeername()[:1] != self._connection.getsockname()[:1])
 
     def send_file(self, file: int, start: int, size: int, deadline: float, idle_s: float) -> None:
         """Send bytes of a file without a copy; otherwise as ``send``.

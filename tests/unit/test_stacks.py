@@ -19,31 +19,40 @@ from tests.waiting import wait_until
 
 # A rank that has begun to build, and then does what its second argument says; one of its threads waits meanwhile.
 PROGRAM = """
-import ctypes, os, pathlib, signal, sys, threading
+import ctypes, pathlib, signal, sys, threading
 from elastic_train.replica.watch.stacks import STACK_SIGNAL, answer_in
 
+entered = threading.Event()
+
 def a_thread_that_waits():
+    entered.set()
     threading.Event().wait()
 
+def ready():
+    entered.wait()
+    print("ready", flush=True)
+
 def holds_the_gil():
+    ready()
     library = ctypes.PyDLL(None)
     while True:
         library.sleep(1000)
 
 def waits():
+    ready()
     sys.stdin.read()
 
 def is_deaf():
     signal.pthread_sigmask(signal.SIG_BLOCK, [STACK_SIGNAL])
-    print("ready", flush=True)
     waits()
 
 if sys.argv[2] != "waits_in_the_standby":
     answer_in(pathlib.Path(sys.argv[1]))
 if sys.argv[2] == "is_deaf":
+    # Its only thread, or another one would answer.
+    entered.set()
     is_deaf()
 threading.Thread(target=a_thread_that_waits, daemon=True).start()
-print("ready", flush=True)
 holds_the_gil() if sys.argv[2] == "holds_the_gil" else waits()
 """
 LONG_S = 60.0
