@@ -106,7 +106,8 @@ def test_a_rank_that_holds_the_gil_says_where_it_does(replica: Replica) -> None:
     assert text.startswith(f"replica 0 failed: hang\nrank 0, process {process.pid}, at 20")
     assert " in holds_the_gil\n" in text
     assert " in a_thread_that_waits\n" in text
-    assert "state: S (sleeping)" in text
+    assert "\n\nWhat the kernel says\n\nstate: " in text
+    assert "\nmain thread: " in text
     assert process.poll() is None
 
 
