@@ -10,6 +10,7 @@
 #                    system          the one that PYTHON already has, as in a vendor's container image.
 #                  Read when the environment is made: `make distclean` before changing it.
 #   CONFIG, ARGS   what `make run` trains, and further flags: ARGS='--training.steps 50'
+#   WORKERS        processes that share the tests out (0: none, which a debugger needs)
 #   PYTEST_ARGS    further arguments of pytest: PYTEST_ARGS='tests/unit -k policy'
 
 PYTHON        ?= python3
@@ -17,6 +18,7 @@ VENV          ?= .venv
 ELASTIC_TORCH ?= $(shell grep '^torch==' constraints.txt)
 CONFIG        ?= configs/llama3_debug.toml
 ARGS          ?=
+WORKERS       ?= 2
 PYTEST_ARGS   ?=
 
 BIN       := $(VENV)/bin
@@ -64,7 +66,7 @@ run: $(INSTALLED)
 
 # pytest comes last: its closing line is the verdict.
 test: lint types imports docs-check
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

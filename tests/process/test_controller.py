@@ -17,18 +17,6 @@ START_S = 120
 GONE_S = 15
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_run_ends_cleanly(launch: Launch, number: signal.Signals) -> None:
-    run = launch("llama3_tiny.toml", "--orchestrator.replicas", "2", "--training.steps", "10000")
-    run.wait_for_event("first_step", START_S)
-    run.processes()
-    run.process.send_signal(number)
-    assert run.wait(START_S) == 130, run.tail()
-    assert run.events()[-1]["event"] == "run_finished"
-    assert run.events()[-1]["status"] == "interrupted"
-    assert run.processes() == []
-
-
 def test_a_killed_controller_takes_everything_with_it(launch: Launch) -> None:
     run = launch("llama3_tiny.toml", "--orchestrator.replicas", "2", "--training.steps", "10000")
     run.wait_for_event("first_step", START_S)
