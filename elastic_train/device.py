@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import resource
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any, Literal
@@ -59,7 +59,12 @@ def page_lock(address: int, size: int) -> None:
     if not torch.cuda.is_available():
         raise RuntimeError("there is no accelerator")
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    torch.cuda.check_error(int(runtime.cudaHostRegister(address, size, 0)))
+    failure = int(runtime.cudaHostRegister(address, size, 0))
+    if failure:
+        with suppress(RuntimeError):
+            # It stays with this thread until a launch reports it, which must be none that matters.
+            torch.zeros(1, device="cuda")
+    torch.cuda.check_error(failure)
 
 
 @contextmanager

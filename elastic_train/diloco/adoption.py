@@ -229,7 +229,7 @@ class Adoption:
             fetched = transfer.result()
             rank_hash = combine([part.hash() for part in parts_of(fetched.snapshot, len(self._ledger.fragments))])
             primary = (fetched.primary.slot, fetched.primary.incarnation) if INNER in sections else primary
-        except (TransferFailed, KeyError) as error:
+        except (TransferFailed, KeyError, RuntimeError, ValueError, OSError) as error:
             moved_on = isinstance(error, Unwanted)
             logger.info("the state of outer step %d could not be fetched: %s", offer.outer_step, error)
         rows = self._control.gather([int(fetched is not None), int(moved_on), rank_hash, *primary])

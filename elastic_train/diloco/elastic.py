@@ -284,13 +284,25 @@ class ElasticEngine(OuterSync):
         return {str(index): fragment.committed.momentum for index, fragment in enumerate(self._ledger.fragments)}
 
     def rewind(self) -> None:
+        self._come_down()
         snapshot = self._publication.newest
-        self._flight = self._contribution = self._voted = None
+        self._contribution = self._voted = None
         for fragment in self._ledger.fragments:
             fragment.write_parameters()
         self._trainee.take(snapshot)
         self._interval.settle_all()
         self._interval.begin(self.outer_step)
+
+    def _come_down(self) -> None:
+        """Give up an attempt beside the inner steps. Peers that are in it already hear that this replica does not vote,
+        instead of waiting for it."""
+        if self._flight is None or self._recall():
+            return
+        flight, self._flight = self._flight, None
+        flown = flight.land(self._trainee.alive)
+        flown.complete = False
+        self._wire.abort()
+        self._land(flown)
 
     def leave(self) -> None:
         self._lookout.stop()

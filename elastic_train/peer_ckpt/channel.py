@@ -72,7 +72,7 @@ class Invitation:
     host: str
     port: int
     secret: str
-    """What the place is called in the store: without it nobody finds it."""
+    """What the place is called in the store, so that nobody comes to it by chance; who looks around there finds it."""
     bound_s: float
     """How long either side waits for the other, in one operation; half of it to find each other."""
 

@@ -61,6 +61,10 @@ class Answer:
         """Whether it was read to its end and another request may follow on its connection."""
         return not self.length and not self._is_last
 
+    def end_connection(self) -> None:
+        """Let no other request follow on its connection, although it could."""
+        self._is_last = True
+
     def read(self, size: int) -> bytes:
         """Exactly so many bytes. Raises OSError."""
         content = bytearray(size)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 import xxhash
 
-from elastic_train.peer_ckpt.channel import CHECKSUMS, JOINER, Channel, Invitation, library_of, pieces
+from elastic_train.peer_ckpt.channel import CHECKSUMS, JOINER, Channel, ChannelBroken, Invitation, library_of, pieces
 from elastic_train.peer_ckpt.layout import LayoutError
 from elastic_train.peer_ckpt.manifest import CHECKSUM_BYTES
 from elastic_train.peer_ckpt.parts import Part, views
@@ -66,8 +66,12 @@ class Stream:
         body = {"library": library_of(device), "bound_s": bound_s}
         with self._connection.request(target, deadline=self._deadline, body=body) as answer:
             invitation = Invitation.from_json(json.loads(answer.read(min(answer.length, _INVITATION_BYTES))))
-            # Only now: the connection may be asked for something else while the donor still waits.
-            self._channel = Channel(invitation, device, JOINER)
+            try:
+                self._channel = Channel(invitation, device, JOINER)
+            except ChannelBroken:
+                # Its thread at the donor may wait for this side for a while, and answer nothing meanwhile.
+                answer.end_connection()
+                raise
 
     def fetch(self, target: str, tensors: Sequence[torch.Tensor], part: Part) -> None:
         """Fetch a part to its place. Once this has ended, however it did, nobody writes there any more.

@@ -303,9 +303,15 @@ class Transfer:
             if link.lost is not None:
                 return
             link.connections.append(connection)
-            link.threads.append(thread)
             link.running += 1
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError as error:
+            with self._changed:
+                link.running -= 1
+            self._lose(link, str(error))
+        else:
+            link.threads.append(thread)
 
     def _living(self) -> list[_Link]:
         return [link for link in self._links.values() if link.lost is None]

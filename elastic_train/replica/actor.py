@@ -58,6 +58,11 @@ _STACKS_S = 10.0
 _REMIND_S = 5.0
 """Rare enough for any number of replicas: peers wait for an end only in a doubt."""
 
+_OUTSIDE_OF_THE_STATE = frozenset(
+    {"signal", "proc_exit", "hang", "comm_error", "heartbeat_lost", "host_lost", "preempted", "start_timeout"}
+)
+"""Causes that say nothing against the state that an incarnation held."""
+
 _ENDED_UNSEEN = "its process ended and nobody saw how"
 
 
@@ -86,6 +91,8 @@ class ReplicaActor(Actor):
         self._trainers: Any = None
         self._standby: Standby | None = None
         self._memory = MemoryFiles()
+        self._last_cause = ""
+        """Of the failure that was seen last."""
         self._orphans: list[ProcessId] = []
         """Processes on this host that a ReplicaActor before this one left behind."""
         self._holder = -1
@@ -240,9 +247,11 @@ class ReplicaActor(Actor):
             close = asyncio.ensure_future(result(self._trainers.close.call()))
             await asyncio.wait({close}, timeout=stop_timeout_s)
             close.cancel()
-        await ending
-        await self._end_processes()
-        self._memory.close()
+        try:
+            await ending
+            await self._end_processes()
+        finally:
+            self._memory.close()
 
     @concurrent_endpoint
     async def make_standby(self) -> None:
@@ -292,8 +301,8 @@ class ReplicaActor(Actor):
     async def _stop_and_restart(self, incarnation: Incarnation) -> ReplicaFailure | None:
         self._replaced = self._incarnation
         await self._end_processes()
-        if not incarnation.joining:
-            # What it starts from lies elsewhere.
+        if not incarnation.joining or self._last_cause not in _OUTSIDE_OF_THE_STATE:
+            # What it starts from lies elsewhere, or may be what the last incarnation failed of.
             self._memory.close()
         if keeps_memory(incarnation.config):
             self._memory.renew(incarnation.config.orchestrator.procs_per_replica)
@@ -432,6 +441,7 @@ class ReplicaActor(Actor):
         if incarnation is not self._incarnation or incarnation is self._replaced:
             logger.info("incarnation %d was replaced before it failed: %s", incarnation.number, failure.error)
             return failure
+        self._last_cause = failure.cause
         self._events(incarnation).emit("failure_detected", **failure.fields())
         return failure
 

@@ -135,6 +135,7 @@ def dead_pid() -> int:
         json.dumps({"pid": "dead", "socket": "/nowhere"}),
         json.dumps({"pid": os.getpid(), "socket": "/nowhere/control.sock"}),
     ],
+    ids=["nothing", "empty", "object", "list", "no_pid", "no_socket"],
 )
 def test_no_living_run(tmp_path: Path, left_behind: str | None) -> None:
     if left_behind is not None:
