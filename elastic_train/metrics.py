@@ -364,6 +364,9 @@ class RunFold:
 
     def _on_run_restored(self, t: float, event: Record) -> None:
         self.outer_step = event["outer_step"]
+        self.inner_step = event.get("inner_step", self.inner_step)
+        if self._last_loss.step is not None and self._last_loss.step > self.inner_step:
+            self._last_loss = _MeanAt(sign=+1)
         for outer_step in [k for k in self._tokens if k > self.outer_step]:
             self.tokens_committed -= self._tokens.pop(outer_step)
         if self.checkpoint is not None:

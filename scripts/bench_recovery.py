@@ -16,7 +16,7 @@ from rich.table import Table
 
 from elastic_train.events import read_all
 from scripts.command_line import CONFIG, CONTEXT, FAILED, FLAGS, JSON, PASSED, main, seconds, show_table
-from scripts.fault_plan import draw_plan
+from scripts.fault_plan import EARLIEST_STEP, draw_plan
 from scripts.figures import recovery_figures
 from scripts.join_figures import join_figures, joins
 from scripts.namespaces import NoNamespaces, enter, loopback
@@ -35,6 +35,14 @@ from scripts.struck_run import make_target, run_under
     type=click.IntRange(min=1),
     metavar="N",
     help="Least inner steps from one to the next; a replica must be able to come back in that time.",
+)
+@click.option(
+    "--first_step",
+    default=EARLIEST_STEP,
+    show_default=True,
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Least inner steps before the first kill: more, if all standbys are to be ready by then.",
 )
 @click.option("--seed", default=0, show_default=True, help="Decides which replicas are killed, and at which steps.")
 @click.option(
@@ -55,6 +63,7 @@ def bench_recovery(
     kills: int,
     config: str,
     gap_steps: int,
+    first_step: int,
     seed: int,
     mbit: int | None,
     run_dir: Path | None,
@@ -108,7 +117,12 @@ def bench_recovery(
     if run_dir is not None and run_dir.exists():
         raise click.UsageError(f"{run_dir} exists already: choose another --run_dir")
     plan = draw_plan(
-        random.Random(seed), ["kill"] * kills, replicas=target.replicas, ranks=target.ranks, gap_steps=gap_steps
+        random.Random(seed),
+        ["kill"] * kills,
+        replicas=target.replicas,
+        ranks=target.ranks,
+        gap_steps=gap_steps,
+        first_step=first_step,
     )
     click.echo(f"{plan.steps} steps with {kills} kills: {' '.join(map(str, plan.faults))}", err=True)
     folder = run_dir or Path("outputs") / time.strftime("bench_recovery-%Y%m%d-%H%M%S")

@@ -21,7 +21,15 @@ class FaultPlan:
     """Inner steps of the run: the last replica that is struck has time to come back."""
 
 
-def draw_plan(chance: random.Random, kinds: Sequence[str], *, replicas: int, ranks: int, gap_steps: int) -> FaultPlan:
+def draw_plan(
+    chance: random.Random,
+    kinds: Sequence[str],
+    *,
+    replicas: int,
+    ranks: int,
+    gap_steps: int,
+    first_step: int = EARLIEST_STEP,
+) -> FaultPlan:
     """One fault of each of ``kinds``, in an order and at places that ``chance`` decides.
 
     The replica struck last may still be away when the next fault comes, so another one is struck; of those the one
@@ -30,6 +38,7 @@ def draw_plan(chance: random.Random, kinds: Sequence[str], *, replicas: int, ran
     Args:
         ranks: processes of each replica.
         gap_steps: least steps from one fault to the next, enough for a replica to come back; chance adds up to a third.
+        first_step: least steps before the first one.
 
     Raises:
         ValueError: a run of fewer than two replicas cannot heal anybody.
@@ -42,7 +51,7 @@ def draw_plan(chance: random.Random, kinds: Sequence[str], *, replicas: int, ran
     faults: list[FaultSpec] = []
     struck = [0] * replicas
     last: int | None = None
-    step = EARLIEST_STEP + chance.randint(0, spread)
+    step = first_step + chance.randint(0, spread)
     for kind in order:
         allowed = [replica for replica in range(replicas) if replica != last]
         fewest = min(struck[replica] for replica in allowed)

@@ -100,6 +100,7 @@ class Restorer:
             self._run.log.emit(
                 "run_restored",
                 outer_step=snapshot.facts.outer_step,
+                inner_step=snapshot.facts.step,
                 path=str(snapshot.path),
                 replicas=sorted(slots),
             )

@@ -155,7 +155,8 @@ class Seat:
     host: str
     """Name under which peers reach this replica's manager."""
     run: str = ""
-    """What tells the run from others that ask the same Lighthouse."""
+    """What tells the run from others that ask the same Lighthouse, and from itself before it went back to a durable
+    snapshot: of what the Lighthouse knows of those who died then, nothing may count for those who begin anew."""
 
     @classmethod
     def of(cls, incarnation: Incarnation, *, rank: int, ranks: int) -> Seat:
@@ -165,7 +166,7 @@ class Seat:
             ranks=ranks,
             lighthouse=incarnation.lighthouse,
             host=incarnation.host,
-            run=hashlib.blake2b(incarnation.token.encode(), digest_size=8).hexdigest(),
+            run=hashlib.blake2b(f"{incarnation.token} {incarnation.restores}".encode(), digest_size=8).hexdigest(),
         )
 
 

@@ -18,6 +18,8 @@ logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.5
 _ASK_EVERY_S = 5.0
+_FURTHER_S = 60.0
+"""A standby that needs longer to get ready is not further than a new start would be."""
 _WARMING_PATIENCE = 4
 """As with a rank that builds (`watch/beacon.py`): loading a large library holds the interpreter's lock for long."""
 
@@ -97,10 +99,10 @@ class Standby:
         self._let_go(taken=True)
         fit = False
         try:
-            await warming
+            await asyncio.wait_for(warming, _FURTHER_S)
             fit = await procs.answer(self._silence_s)
         except Exception as error:
-            logger.warning("the standby is of no use: %s", error)
+            logger.warning("the standby is of no use: %s", str(error) or type(error).__name__)
         finally:
             if not fit:
                 await _end(procs)

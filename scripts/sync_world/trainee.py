@@ -190,6 +190,9 @@ class WorldJournal:
             steps=self._trainee.steps,
         )
 
+    def heal_failed(self, cause: str, error: str) -> None:
+        self._diary.tell("heal_failed", cause=cause, error=error)
+
     def served(self, outer_step: int, state_hash: int) -> None:
         self._diary.tell_for_rank("state_served", outer_step=outer_step)
 

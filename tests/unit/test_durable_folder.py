@@ -78,6 +78,16 @@ def test_of_two_of_the_same_step_the_first_stays(tmp_path: Path) -> None:
     assert (path / "__0_0.distcp").read_text() == "first"
 
 
+def test_one_of_the_same_step_takes_the_place_of_a_damaged_one(tmp_path: Path) -> None:
+    flip(write(tmp_path, 40, text="first") / "__0_0.distcp")
+
+    path = write(tmp_path, 40, slot=1, text="second")
+
+    assert names(tmp_path) == ["step-40"]
+    assert (path / "__0_0.distcp").read_text() == "second"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["step-40"]
+
+
 def flip(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1

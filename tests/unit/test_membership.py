@@ -1,6 +1,7 @@
 import contextlib
 import uuid
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -113,6 +114,22 @@ def test_the_runs_token_makes_the_difference_and_does_not_show(tmp_path: Path) -
     )
     assert one.run != two.run
     assert "secret" not in one.run
+
+
+def test_who_begins_anew_with_all_others_shares_no_id_with_those_who_died(tmp_path: Path) -> None:
+    incarnation = Incarnation(
+        config=RunConfig(),
+        run_dir=tmp_path,
+        slot=0,
+        number=1,
+        joining=False,
+        lighthouse="http://nowhere",
+        host=HOST,
+        fired=frozenset(),
+        token="secret",
+    )
+    before, after = (Seat.of(replace(incarnation, restores=number), rank=0, ranks=1) for number in (0, 1))
+    assert before.run != after.run
 
 
 def test_torchft_gives_other_managers_ids_as_before() -> None:

@@ -346,6 +346,14 @@ def test_a_restored_snapshot_takes_commits_back() -> None:
     assert (fold.outer_step, fold.tokens_committed) == (1, 100)
 
 
+def test_what_was_trained_above_a_restored_snapshot_is_not_the_last_loss() -> None:
+    fold = folded(started(), running(0))
+    for step, loss in ((10, 5.0), (20, 4.0)):
+        fold.apply_metrics({"t": 4.0, "replica": 0, "incarnation": 0, "step": step, "loss": loss})
+    fold.apply(event(5.0, "run_restored", outer_step=1, inner_step=10, path="x"))
+    assert (fold.inner_step, fold.last_loss) == (10, None)
+
+
 def test_who_begins_again_with_all_others_takes_over_a_recovery_that_was_going_on() -> None:
     fold = folded(
         started(),

@@ -65,7 +65,8 @@ def clear_stagings(folder: Path, slot: int) -> None:
 
 
 def finish(staging: Path, facts: Facts, *, keep: int) -> DurableSnapshot:
-    """List what lies in ``staging``, and put it in its place beside it. One of the same step that is there stays.
+    """List what lies in ``staging``, and put it in its place beside it. One of the same step that is there stays, if
+    it is sound.
 
     Args:
         keep: how many snapshots that a run can go on from stay, the newest; 0: all.
@@ -86,7 +87,12 @@ def finish(staging: Path, facts: Facts, *, keep: int) -> DurableSnapshot:
     except OSError:
         if not target.is_dir():
             raise
-        shutil.rmtree(staging)
+        if _is_sound(target):
+            shutil.rmtree(staging)
+        else:
+            damaged = target.rename(staging.with_name(f"{staging.name}.damaged"))
+            staging.rename(target)
+            shutil.rmtree(damaged)
     _sync(target.parent)
     if keep:
         _prune(target.parent, keep)
@@ -149,6 +155,14 @@ def _prune(folder: Path, keep: int) -> None:
             shutil.rmtree(path, ignore_errors=True)
         elif _is_whole(path):
             keep -= 1
+
+
+def _is_sound(path: Path) -> bool:
+    try:
+        check(path)
+    except Damaged:
+        return False
+    return True
 
 
 def _is_whole(path: Path) -> bool:
