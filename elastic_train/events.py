@@ -55,7 +55,7 @@ EVENTS: Mapping[str, str] = MappingProxyType(
         "transfer_progress": "part of a state arrived",
         "heal_finished": "a joiner has its donor's state",
         "state_served": "a donor gave its state to a joiner",
-        "heal_failed": "a joiner could not get a state",
+        "heal_failed": "a replica that needed a peer's state got none",
         "joined": "a joiner entered a quorum",
         "first_step": "an incarnation completed its first inner step",
         "checkpoint_saved": "a durable snapshot was written",

@@ -79,22 +79,22 @@ def _build_table() -> Mapping[tuple[ReplicaState, Trigger], ReplicaState]:
         (s.JOINING, t.JOINED): s.RUNNING,
         (s.HEALING, t.JOINED): s.RUNNING,
         (s.RUNNING, t.HEAL_STARTED): s.HEALING,
-        (s.RUNNING, t.FINISHED): s.SUCCEEDED,
+        **{(state, t.FINISHED): s.SUCCEEDED for state in (s.JOINING, s.RUNNING, s.DRAINING)},
         (s.RUNNING, t.DRAIN): s.DRAINING,
         (s.JOINING, t.DRAIN): s.DRAINING,
         (s.DRAINING, t.DRAINED): s.STOPPED,
         (s.BACKOFF, t.RESTART): s.STARTING,
         (s.BACKOFF, t.REALLOCATE): s.PENDING,
         (s.BACKOFF, t.RETIRE): s.FAILED,
-        **{(state, t.RESTORE): s.STARTING for state in (s.STARTING, s.JOINING, s.HEALING, s.RUNNING, s.BACKOFF)},
     }
     for state in s:
         if state.is_end:
             continue
         table[state, t.STOP] = s.STOPPED
-        table[state, t.FAILED] = s.STOPPED if state is s.DRAINING else s.BACKOFF
-        if state is not s.DRAINING:
-            table[state, t.PEERS_FINISHED] = s.SUCCEEDED
+        table[state, t.FAILED] = s.BACKOFF
+        table[state, t.PEERS_FINISHED] = s.SUCCEEDED
+        if state is not s.PENDING:
+            table[state, t.RESTORE] = s.STARTING
     return MappingProxyType(table)
 
 

@@ -33,7 +33,6 @@ from elastic_train.peer_ckpt.client import Donor, PeerClient
 from elastic_train.peer_ckpt.http import MeteredHTTPTransport
 from elastic_train.peer_ckpt.server import PeerServer
 from elastic_train.peer_ckpt.shards import combine, hash_tensors, raw_bytes
-from elastic_train.peer_ckpt.shared_memory import SharedMemory
 from elastic_train.peer_ckpt.snapshot import Snapshot
 from scripts import children
 from scripts.namespaces import enter
@@ -293,13 +292,9 @@ class _Giver:
         self._host = host
         self._streams = streams
         generator = torch.Generator().manual_seed(0)
-        # As a rank has it: in a file that its supervisor made.
-        memory = SharedMemory(f"/proc/self/fd/{os.memfd_create('state')}")
-        self._state = make_state(
-            numel, lambda numel: memory.allocate((numel,), torch.float32).uniform_(generator=generator)
-        )
+        self._state = make_state(numel, lambda numel: torch.rand(numel, generator=generator))
         self._hash = state_hash(self._state)
-        self._server = PeerServer(host, token, lambda attempt, dead: {}, memory=memory, channels=Channels(host, _CPU))
+        self._server = PeerServer(host, token, lambda attempt, dead: {}, channels=Channels(host, _CPU))
         self._http = _http_end(host)
         self._raw: RawServer | None = None
 

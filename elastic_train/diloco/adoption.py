@@ -129,7 +129,8 @@ class Adoption:
         interval.begin(offer.outer_step)
         settled = before - interval.unsettled
         self._journal.caught_up(offer.outer_step, settled, fetched.primary.slot)
-        return Sync(kind=SyncKind.CAUGHT_UP, outer_step=offer.outer_step, tokens=settled)
+        carried = interval.unsettled
+        return Sync(kind=SyncKind.CAUGHT_UP, outer_step=offer.outer_step, tokens=settled, carried=carried)
 
     def _heal(self, offer: Offer) -> Sync | None:
         """Take everything; None if it did not arrive whole on all ranks."""

@@ -263,8 +263,8 @@ class ElasticEngine(OuterSync):
             place = flown.formed.rank if flown.formed is not None else 0
             if self._control.any(attempt > self._config.max_retries + place):
                 raise SyncFailed(f"{attempt} attempts at outer step {self.outer_step + 1} failed, the last: {cause}")
-            if guarded:
-                self._pause.wait(ANXIOUS_S)
+            if guarded and (sync := self._after_guarded()) is not None:
+                return self._coming_back(sync)
 
     def settled(self) -> None:
         if self._seat is not None and self.outer_step == self._interval.schedule.outer_steps:
@@ -309,6 +309,7 @@ class ElasticEngine(OuterSync):
         if self._seat is not None:
             self._seat.shutdown()
             self._seat = None
+        self._presence.leave()
 
     def close(self) -> None:
         self._lookout.stop()
@@ -462,8 +463,8 @@ class ElasticEngine(OuterSync):
         for slot, incarnation in self._ledger.members:
             if slot in present or self._peers.is_dead(slot, incarnation):
                 continue
-            there = self._peers.outer_step_of(slot, incarnation)
-            if there is not None and there >= self.outer_step:
+            there = self._peers.lives_on_at(slot, incarnation, self.outer_step)
+            if there is not None:
                 raise Guarded(f"replica {slot} is not in this quorum and lives on at outer step {there}")
 
     def _enters(self, number: int, rows: Sequence[Row]) -> None:
@@ -569,6 +570,11 @@ class ElasticEngine(OuterSync):
             case _:
                 return self._fence("diverged", Diverged, flown.newest, counted)
 
+    def _after_guarded(self) -> Sync | None:
+        """Whom the guard waits for may have left further on, and come to no quorum any more. Waits a moment if not."""
+        offer = self._adoption.look(self.outer_step + 1, None)
+        return self._catch_up(offer) if offer is not None else None
+
     def _after_abort(self, flown: Flown) -> Sync | None:
         """What was averaged may not be finite because an anchor that somebody subtracts from is not."""
         if not self._control.any(isinstance(flown.error, NonFiniteMean)) or self._control.all(self._ledger.is_sound()):
@@ -590,7 +596,9 @@ class ElasticEngine(OuterSync):
         self._fences += 1
         healed = self._healed(at_least, among) if self._fences <= _FENCES else None
         if healed is None:
-            raise error(f"this replica's state is {cause.replace('_', '-')} and no peer's state mended it")
+            text = f"this replica's state is {cause.replace('_', '-')} and no peer's state mended it"
+            self._journal.heal_failed(cause, text)
+            raise error(text)
         return healed
 
     def _healed(self, at_least: int, among: Sequence[int] | None) -> Sync | None:

@@ -77,6 +77,8 @@ class Sync:
     tokens: int = 0
     """Tokens of this replica that the sync settled: in the average if committed, already in the peer's state if
     caught up."""
+    carried: int = 0
+    """Tokens of this replica that wait for a later sync, on top of the state that it now has; only if caught up."""
     wait_s: float = 0.0
     """Seconds from the end of the interval to the quorum; 0 if it was announced in mid-interval."""
     reduce_s: float = 0.0
@@ -178,7 +180,7 @@ class OuterSync(ABC):
         return
 
     def leave(self) -> None:
-        """Be no member any more, so that nobody waits for this replica."""
+        """Be no member any more, so that nobody waits for this replica. It commits nothing after this."""
         self.close()
 
     @abstractmethod

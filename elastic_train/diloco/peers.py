@@ -143,14 +143,21 @@ class Peers:
         count = 1 if avoid else self._transfers.donors
         return self._chosen(at_least, None, among, avoid, count) or self._found(at_least, among, avoid, count)
 
-    def outer_step_of(self, slot: int, incarnation: int) -> int | None:
-        """The outer step of that incarnation; None if it does not answer, for which it gets time: who is only slow must
-        not be taken for gone."""
+    def lives_on_at(self, slot: int, incarnation: int, at_least: int) -> int | None:
+        """The outer step of that incarnation, if it is ``at_least`` that and goes on from there.
+
+        Returns:
+            None: it is further back, or has left with just that state and commits nothing after it; or it does not
+            answer, for which it gets time: who is only slow must not be taken for gone.
+        """
         entry = self._directory.peers().get(slot)
         if entry is None or entry.incarnation != incarnation:
             return None
         status = self._client.status(entry.addresses[0], timeout_s=_PATIENCE_S)
-        return None if status is None or status["incarnation"] != incarnation else int(status["outer_step"])
+        if status is None or status["incarnation"] != incarnation:
+            return None
+        # One that left further on has a commit that must not be made a second time, in another way.
+        return int(status["outer_step"]) if status["outer_step"] >= at_least + int(status["left"]) else None
 
     def confirms(self, offer: Offer) -> Member | None:
         """A donor of the offer that says itself that this is its state now; None if none does."""
@@ -319,12 +326,16 @@ def by_slot(given: Mapping[Donor, int]) -> dict[int, int]:
     return slots
 
 
-def status_of(*, slot: int, incarnation: int, outer_step: int, state_hash: int, answer: Answer) -> Mapping[str, Any]:
-    """What a replica says of itself, as ``Peers`` reads it. An outer step below 0: it has no state."""
+def status_of(
+    *, slot: int, incarnation: int, outer_step: int, state_hash: int, left: bool, answer: Answer
+) -> Mapping[str, Any]:
+    """What a replica says of itself, as ``Peers`` reads it. An outer step below 0: it has no state. One that has left
+    gives its state, and commits nothing any more."""
     return {
         "slot": slot,
         "incarnation": incarnation,
         "outer_step": outer_step,
         "state_hash": state_hash,
+        "left": left,
         **answer.as_mapping(),
     }

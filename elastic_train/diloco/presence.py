@@ -63,6 +63,7 @@ class Presence:
         self._docket = docket
         self._journal = journal
         self._shown = (-1, 0)
+        self._left = False
         self._telling = threading.Lock()
         self.server = PeerServer(
             identity.host,
@@ -115,6 +116,10 @@ class Presence:
         finally:
             self._telling.release()
 
+    def leave(self) -> None:
+        """This replica commits nothing any more: nobody must wait for it, while it goes on giving its state."""
+        self._left = True
+
     def close(self) -> None:
         self.server.close()
 
@@ -126,6 +131,7 @@ class Presence:
             incarnation=self._identity.incarnation,
             outer_step=outer_step,
             state_hash=state_hash,
+            left=self._left,
             answer=self._docket.answer(attempt, dead),
         )
 

@@ -90,6 +90,9 @@ class SyncJournal(Protocol):
         """It is in place. ``donors`` gave this rank so many bytes each, ``primary`` among them what no other has;
         ``rank_hash`` is of what this rank now holds. From memory they gave none, and confirmed it. Every rank calls."""
 
+    def heal_failed(self, cause: str, error: str) -> None:
+        """This replica was kept out of the average for that cause, and got no state; ``error`` is one line."""
+
     def served(self, outer_step: int, state_hash: int) -> None:
         """A joiner took this rank's state, of that hash. Each rank speaks for itself, from any thread."""
 

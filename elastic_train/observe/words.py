@@ -213,7 +213,7 @@ _TELLERS: Mapping[str, Callable[[Record, RunFold], str | None]] = {
     "donor_selected": _donor_selected,
     "transfer_progress": _transfer_progress,
     "heal_finished": _heal_finished,
-    "heal_failed": lambda e, _: f"replica {e['replica']} got no state: {cause(e['cause'])}",
+    "heal_failed": lambda e, _: f"replica {e['replica']} got no state: {e.get('error') or cause(e['cause'])}",
     "joined": _joined,
     "first_step": _first_step,
     "quorum_changed": _quorum_changed,

@@ -60,7 +60,10 @@ class Drain:
             logger.warning("not all replicas have left within %.0f s", bound_s)
         if any(slot.finished for slot in self._slots):
             # The next sync was the run's last: its end is under way.
-            await asyncio.wait({training})
+            end_s = run.config.orchestrator.finish_timeout_s + run.config.recovery.save_hang_timeout_s
+            _, ending = await asyncio.wait({training}, timeout=end_s)
+            if ending:
+                logger.warning("the run has not come to its end within %.0f s", end_s)
             return
         await self._hear_all()
         await self._save([slot for slot in holders if slot.has_left])
@@ -68,9 +71,7 @@ class Drain:
     async def _save(self, left: Sequence[ReplicaSlot]) -> None:
         """One of those with the newest state writes it; the next one if it cannot."""
         newest = sorted(left, key=lambda slot: -slot.outer_step)
-        began_with = self._run.generation.snapshot
-        before = began_with.facts.outer_step if began_with is not None else 0
-        if newest and newest[0].outer_step <= before:
+        if newest and newest[0].outer_step <= self._run.generation.began_at:
             self._note("nothing was committed since the run began, so there is nothing to write")
             return
         if self._run.config.diloco.engine != "elastic":

@@ -49,6 +49,11 @@ class Generation:
     _asked: asyncio.Event = field(default_factory=asyncio.Event)
     _over: asyncio.Event = field(default_factory=asyncio.Event)
 
+    @property
+    def began_at(self) -> int:
+        """The outer step that it begins from."""
+        return 0 if self.snapshot is None else self.snapshot.facts.outer_step
+
     def ask_to_restore(self, plea: Plea) -> None:
         """Ask for the next generation; what comes of it shows in ``over``."""
         self.plea = self.plea or plea

@@ -27,6 +27,9 @@ logger = logging.getLogger(__name__)
 _PUMP_S = 0.2
 _LOOK_S = 0.5
 
+_IN_THE_RUN = frozenset({ReplicaState.RUNNING, ReplicaState.DRAINING})
+"""States in which a replica may yet train to the end."""
+
 
 class OrchestrationManager:
     """Owns the Lighthouse and the slots of one run."""
@@ -128,14 +131,13 @@ class OrchestrationManager:
                 if last.state is ReplicaState.FAILED:
                     self._run.log.emit("run_degraded", live=self._others_live(None))
             running -= done
-            finished = [slot for slot in self._slots if slot.state is ReplicaState.SUCCEEDED]
-            if finished and running:
+            if running and any(slot.finished for slot in self._slots):
                 await self._pump_all()
                 finish_by = finish_by or loop.time() + self._run.config.orchestrator.finish_timeout_s
                 # Whoever is not in the run any more has nobody left to get a state from.
                 overdue = loop.time() >= finish_by
                 for task in list(running):
-                    if overdue or slots[task].state is not ReplicaState.RUNNING:
+                    if overdue or slots[task].state not in _IN_THE_RUN:
                         task.cancel()
                         running.discard(task)
                         slots[task].apply(Trigger.PEERS_FINISHED)

@@ -38,6 +38,7 @@ from elastic_train.orchestrator.turns import StandbyTurns
 from elastic_train.peer_ckpt.directory import Directory
 from elastic_train.peer_ckpt.tls import tls_of
 from elastic_train.replica.actor import SegmentPart
+from elastic_train.replica.ending import Ending
 from elastic_train.replica.rank import Incarnation
 from elastic_train.replica.watch.failure import PREEMPTED, ReplicaFailure
 from elastic_train.replica.watch.process_watch import ProcessId, is_alive, kill_process
@@ -56,9 +57,13 @@ _LIFECYCLE_OF_EVENT = {
     "heal_started": Trigger.HEAL_STARTED,
     "heal_finished": Trigger.HEAL_FINISHED,
     "joined": Trigger.JOINED,
+    "drain_started": Trigger.DRAIN,
 }
 
-_TELLS_OUTER_STEP = frozenset({"sync_committed", "caught_up", "heal_finished"})
+_TELLS_OUTER_STEP = frozenset({"sync_committed", "caught_up", "heal_finished", "replica_left"})
+
+_HOSTS_ARE_LOST = frozenset({"host_lost", "preempted"})
+"""Causes of failures that take the hosts away."""
 
 
 @dataclass(kw_only=True)
@@ -163,27 +168,43 @@ class ReplicaSlot:
 
     async def _run_to_end(self) -> SlotEnd:
         while True:
-            if self._allocation is None:
+            if self._allocation is None and not self._is_draining():
                 await self._allocate()
+            if self._is_draining():
+                return self._interrupted()
             try:
-                failure = await self._live()
+                outcome = await self._live()
             except GenerationOver:
                 await self._begin_anew()
                 continue
             await self.pump()
             self._trains.clear()
-            if self.has_left and failure is None:
-                if self._run.draining:
+            if outcome is Ending.FINISHED:
+                self.finished = True
+                self.apply(Trigger.FINISHED)
+                return SlotEnd(state=self.state)
+            if outcome is Ending.LEFT:
+                self.has_left = True
+                if not self._is_draining():
+                    await self._save_what_nobody_else_holds()
+                if self._is_draining():
                     self.apply(Trigger.DRAINED)
                     return SlotEnd(state=self.state)
-                failure = self._preempted()
-            if failure is None:
-                self.apply(Trigger.FINISHED)
-                self.finished = True
-                return SlotEnd(state=self.state)
-            end = await self._act_on(failure)
+                outcome = self._preempted()
+            end = await self._act_on(outcome)
             if end is not None:
                 return end
+
+    def _is_draining(self) -> bool:
+        """Now: it may change wherever the slot waits."""
+        return self._run.draining
+
+    def _interrupted(self, failure: Failure | None = None) -> SlotEnd:
+        """The run is interrupted, and nobody is started again."""
+        self.apply(Trigger.STOP)
+        if failure is None:
+            return SlotEnd(state=self.state)
+        return SlotEnd(state=self.state, cause=failure.cause, reason=failure.error)
 
     @property
     def last_failure(self) -> Failure | None:
@@ -232,7 +253,8 @@ class ReplicaSlot:
     async def drain(self, within_s: float) -> None:
         """Let the replica leave at its next commit, at the latest in so many seconds."""
         self._run.log.emit("drain_started", replica=self.slot, incarnation=self._number, within_s=within_s)
-        self.apply(Trigger.DRAIN)
+        if self.state is not ReplicaState.DRAINING:
+            self.apply(Trigger.DRAIN)
         if self._supervisor is None:
             return
         try:
@@ -321,8 +343,8 @@ class ReplicaSlot:
         self._run.log.emit("allocation_granted", replica=self.slot, hosts=list(self._allocation.hosts))
         self.apply(Trigger.ALLOCATED)
 
-    async def _live(self) -> ReplicaFailure | None:
-        """One incarnation, from its processes' start to its end; None if it trained to the end of the run."""
+    async def _live(self) -> Ending | ReplicaFailure:
+        """One incarnation, from its processes' start to its end."""
         run = self._run
         self._number += 1
         self._trains.clear()
@@ -330,6 +352,7 @@ class ReplicaSlot:
         self._running_since = None
         self._generation = generation = run.generation
         self.has_left = False
+        self.outer_step = generation.began_at
         self._incarnation = incarnation = Incarnation(
             config=run.config,
             run_dir=run.folder.path,
@@ -350,7 +373,7 @@ class ReplicaSlot:
         except SupervisorLost as lost:
             return self._supervisor_lost(lost)
 
-    async def _train_to_end(self, incarnation: Incarnation, generation: Generation) -> ReplicaFailure | None:
+    async def _train_to_end(self, incarnation: Incarnation, generation: Generation) -> Ending | ReplicaFailure:
         supervisor = self._ensure_supervisor()
         start = supervisor.start(incarnation)
         failure: ReplicaFailure | None = await (start if incarnation.joining else self._unless_too_late(start))
@@ -363,8 +386,26 @@ class ReplicaSlot:
             if self.slot not in generation.barrier.released_slots:
                 return self._too_late()
             self.apply(Trigger.RELEASED)
-        failure = await supervisor.ask("train")
-        return failure
+        outcome: Ending | ReplicaFailure = await supervisor.ask("train")
+        return outcome
+
+    async def _save_what_nobody_else_holds(self) -> None:
+        """The replica has left and is about to be ended. If it is the last one with the run's state, that must be on
+        the disk before, so that all can begin again from it."""
+        run, generation = self._run, self._generation
+        if generation.holders - {self.slot} or run.config.diloco.engine != "elastic":
+            return
+        if self.outer_step <= generation.began_at:
+            # There is nothing new in it.
+            return
+        bound_s = run.config.recovery.save_hang_timeout_s
+        try:
+            async with asyncio.timeout(bound_s):
+                await generation.unless_over(self.save(whole=True))
+        except TimeoutError:
+            logger.warning("replica %d did not write its state within %.0f s", self.slot, bound_s)
+        except GenerationOver:
+            logger.info("replica %d's state is not wanted any more: all begin anew", self.slot)
 
     async def _begin_anew(self) -> None:
         """All replicas go back to a durable snapshot, this one with them, whatever it was doing."""
@@ -473,8 +514,6 @@ class ReplicaSlot:
         elif name == "first_step":
             self._run.turns.started(self.slot)
             self._trains.set()
-        elif name == "replica_left":
-            self.has_left = True
         elif name in _LIFECYCLE_OF_EVENT:
             self.apply(_LIFECYCLE_OF_EVENT[name])
             if name == "heal_started":
@@ -525,8 +564,8 @@ class ReplicaSlot:
         history = tuple(self._failures)
         self._failures.append(failure)
         self._generation.holders.discard(self.slot)
-        if run.draining:
-            return SlotEnd(state=self.state, cause=failure.cause, reason=failure.error)
+        if self._is_draining():
+            return self._interrupted(failure)
         decision = decide(
             failure,
             history,
@@ -553,12 +592,13 @@ class ReplicaSlot:
                     level=decision.level,
                     delay_s=round(decision.delay_s, 3),
                 )
+                if isinstance(decision, Reallocate):
+                    # Before the pause: peers may have to wait until nothing is left of it.
+                    await self._give_hosts_back(failure.cause)
                 await self._pause(decision.delay_s)
-                if isinstance(decision, RestartInPlace):
-                    self.apply(Trigger.RESTART)
-                else:
-                    await self.shut_down()
-                    self.apply(Trigger.REALLOCATE)
+                if self._is_draining():
+                    return self._interrupted(failure)
+                self.apply(Trigger.RESTART if isinstance(decision, RestartInPlace) else Trigger.REALLOCATE)
                 return None
 
     async def _pause(self, delay_s: float) -> None:
@@ -572,11 +612,22 @@ class ReplicaSlot:
         with contextlib.suppress(GenerationOver):
             await self._generation.unless_over(pausing())
 
+    async def _give_hosts_back(self, cause: str) -> None:
+        if cause in _HOSTS_ARE_LOST and self._allocation is not None:
+            self._run.log.emit(
+                "allocation_lost",
+                replica=self.slot,
+                incarnation=self._number,
+                hosts=list(self._allocation.hosts),
+                cause=cause,
+            )
+        await self.shut_down()
+
     async def _retire(self, cause: str) -> SlotEnd:
         self._run.log.emit("replica_retired", replica=self.slot, incarnation=self._number, cause=cause)
         self.apply(Trigger.RETIRE)
         self._run.generation.barrier.give_up(self.slot)
-        await self.shut_down()
+        await self._give_hosts_back(cause)
         # Not before its processes are gone: from then on others read its data.
         if self._run.registry and not any(is_alive(process) for process in self._processes):
             self._telling = asyncio.ensure_future(self._tell_retired())

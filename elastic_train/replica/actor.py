@@ -28,6 +28,7 @@ from elastic_train.futures import result
 from elastic_train.peer_ckpt.directory import Directory
 from elastic_train.peer_ckpt.tls import tls_of
 from elastic_train.process_log import print_to
+from elastic_train.replica.ending import Ending
 from elastic_train.replica.memory_files import MemoryFiles, keeps_memory
 from elastic_train.replica.procs import Procs, end_all
 from elastic_train.replica.rank import (
@@ -150,12 +151,14 @@ class ReplicaActor(Actor):
             return ReplicaFailure(cause="start_timeout", rank=None, step=0, error="replaced before it was ready")
 
     @concurrent_endpoint
-    async def train(self) -> ReplicaFailure | None:
-        """Train to the end of the run, or until the replica is to leave. None: it got there, and its processes still
-        hold the state."""
+    async def train(self) -> Ending | ReplicaFailure:
+        """Train to the end of the run, or until the replica is to leave. Unless it failed, its processes still hold the
+        state."""
         heeding = asyncio.ensure_future(self._heed_warnings())
         try:
-            return await self._on_all_ranks("train")
+            # All ranks of a replica end alike: they leave by a common word.
+            answers = await self._on_all_ranks("train")
+            return answers if isinstance(answers, ReplicaFailure) else answers[0]
         finally:
             heeding.cancel()
             await asyncio.gather(heeding, return_exceptions=True)
@@ -197,7 +200,8 @@ class ReplicaActor(Actor):
     @concurrent_endpoint
     async def save(self, whole: bool) -> ReplicaFailure | None:
         """Write the state, the whole of it or the parameters alone."""
-        return await self._on_all_ranks("save", whole)
+        answers = await self._on_all_ranks("save", whole)
+        return answers if isinstance(answers, ReplicaFailure) else None
 
     @concurrent_endpoint
     async def report_training_error(self, slot: int, rank: int, incarnation: int, cause: str, traceback: str) -> None:
@@ -321,10 +325,11 @@ class ReplicaActor(Actor):
             logger.exception("the processes could not be started")
             lost = ReplicaFailure(cause="proc_exit", rank=None, step=0, error=_one_line(error))
             return self._detected(incarnation, lost)
-        failure = await self._on_all_ranks("build")
-        if failure is None:
-            self._events(incarnation).emit("replica_ready")
-        return failure
+        answers = await self._on_all_ranks("build")
+        if isinstance(answers, ReplicaFailure):
+            return answers
+        self._events(incarnation).emit("replica_ready")
+        return None
 
     async def _spawn(self, incarnation: Incarnation) -> None:
         procs = await self._standby.take() if self._standby is not None else None
@@ -351,8 +356,8 @@ class ReplicaActor(Actor):
     def _watches(self) -> list[ProcessWatch]:
         return self._procs.watches if self._procs is not None else []
 
-    async def _on_all_ranks(self, endpoint: str, *arguments: Any) -> ReplicaFailure | None:
-        """Call an endpoint of every rank and wait until all are done, or one has failed, is gone, or hangs."""
+    async def _on_all_ranks(self, endpoint: str, *arguments: Any) -> list[Any] | ReplicaFailure:
+        """Call an endpoint of every rank and wait until all have answered, or one has failed, is gone, or hangs."""
         incarnation = self._incarnation
         assert incarnation is not None
         ranks = range(incarnation.config.orchestrator.procs_per_replica)
@@ -372,7 +377,7 @@ class ReplicaActor(Actor):
                     failure = self._detected(incarnation, await self._with_stacks(incarnation, cause))
                     break
             else:
-                return None
+                return [call.result() for call in calls]
         finally:
             for task in (*calls, reported, watch):
                 task.cancel()

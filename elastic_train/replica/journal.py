@@ -137,6 +137,11 @@ class Journal:
                 rank_hashes=[f"{row[3]:x}" for row in rows],
             )
 
+    def heal_failed(self, cause: str, error: str) -> None:
+        """A joiner (cause heal_failed), or one that is kept out of the average for that cause, got no state."""
+        if self._speaks:
+            self._events.emit("heal_failed", cause=cause, error=error)
+
     def joined(self, outer_step: int, step: int) -> None:
         """The replica is in its first quorum since it took a donor's state."""
         if self._speaks:

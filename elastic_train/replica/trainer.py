@@ -26,7 +26,7 @@ from torchtitan.trainer import Trainer
 
 from elastic_train.config import ConfigError
 from elastic_train.diloco.control import ControlGroup
-from elastic_train.diloco.engine import OuterSync, Sync, SyncKind, Trained
+from elastic_train.diloco.engine import NoPeerState, OuterSync, Sync, SyncKind, Trained
 from elastic_train.diloco.outer import advice
 from elastic_train.diloco.schedule import OuterSchedule
 from elastic_train.events import EventWriter, LineFile
@@ -37,6 +37,7 @@ from elastic_train.replica.durable.content import OuterContent, parameters, read
 from elastic_train.replica.durable.folder import DurableSnapshot, Facts
 from elastic_train.replica.durable.origin import origin_of
 from elastic_train.replica.durable.writer import NotWritten, SnapshotWriter
+from elastic_train.replica.ending import Ending
 from elastic_train.replica.faults import FaultPlan
 from elastic_train.replica.journal import Journal
 from elastic_train.replica.membership import make_group
@@ -167,7 +168,7 @@ class ElasticTrainer(Trainer):
     def engine(self, engine: OuterSync) -> None:
         self._engine = engine
 
-    def run(self) -> None:
+    def run(self) -> Ending:
         """Train from wherever the quorum stands to the last step of the run, or until this replica is to leave.
 
         Raises:
@@ -178,8 +179,7 @@ class ElasticTrainer(Trainer):
         self.beacon.moved(Phase.BUILD)
         if self.incarnation.joining:
             self._make_engine()
-            self.settle(self.engine.join())
-            self.has_state = True
+            self._join()
         else:
             self.engine.enter()
         self.beacon.moved(Phase.BUILD)
@@ -197,11 +197,12 @@ class ElasticTrainer(Trainer):
             self.engine.leave()
             self.journal.left(self.step, self.outer_step)
             self.beacon.moved(Phase.IDLE)
-            return
+            return Ending.LEFT
         # Stock DiLoCo throws tokens away when a sync fails.
         exact = self.run_config.diloco.engine == "elastic"
         self.journal.finished(self.step, self.outer_step, self._tokens_trained if exact else None)
         self.beacon.moved(Phase.IDLE)
+        return Ending.FINISHED
 
     def save(self, *, whole: bool, wait: bool) -> None:
         """Write a snapshot that torchtitan's tools read, beside the training; every rank of the replica calls it.
@@ -242,6 +243,15 @@ class ElasticTrainer(Trainer):
         if self._engine is not None:
             self._engine.close()
 
+    def _join(self) -> None:
+        try:
+            sync = self.engine.join()
+        except NoPeerState as error:
+            self.journal.heal_failed("heal_failed", str(error))
+            raise
+        self.settle(sync)
+        self.has_state = True
+
     def _train_interval(self, batches: Iterator[Any], profiler: Any) -> bool:
         """Inner steps and the sync after them; whether this replica stays.
 
@@ -259,7 +269,8 @@ class ElasticTrainer(Trainer):
                 raise Leaves
         sync = self.engine.sync()
         self.settle(sync)
-        return not (sync.committed and self.control.word([int(self._notice.given)]).heard()[0])
+        # What it carries over is not lost: one more sync takes it in.
+        return sync.carried > 0 or not self.control.word([int(self._notice.given)]).heard()[0]
 
     def leave_if_told(self) -> None:
         """Called while a quorum is waited for; every rank calls.

@@ -22,6 +22,7 @@ from elastic_train.config.faults import FaultSpec
 from elastic_train.events import EventWriter, LineFile
 from elastic_train.process_log import print_to
 from elastic_train.replica import faults, notice
+from elastic_train.replica.ending import Ending
 from elastic_train.replica.rank import Incarnation, SegmentPaths, beacon_path, rank_log_path, stack_answer_path
 from elastic_train.replica.watch.beacon import Beacon
 from elastic_train.replica.watch.process_watch import ProcessId
@@ -51,13 +52,13 @@ class TrainerActor(Actor):
             self._build()
 
     @endpoint
-    def train(self) -> None:
-        """Train to the end of the run."""
+    def train(self) -> Ending:
+        """Train to the end of the run, or until the replica is to leave."""
         with self._reporting():
             assert self._trainer is not None, "build comes first"
             notice.here().heed(True)
             try:
-                self._trainer.run()
+                return self._trainer.run()
             finally:
                 notice.here().heed(False)
 

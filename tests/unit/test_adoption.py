@@ -289,10 +289,11 @@ def test_own_progress_is_carried_into_what_still_syncs(outer_step: int, carried:
 
     sync = replica.catch_up(source)
 
-    assert sync == Sync(kind=SyncKind.CAUGHT_UP, outer_step=outer_step, tokens=settled)
+    left = OWN_TOKENS - settled
+    assert sync == Sync(kind=SyncKind.CAUGHT_UP, outer_step=outer_step, tokens=settled, carried=left)
     assert holds(replica, snapshot)
     assert learned(replica) == carried
-    assert replica.interval.unsettled == OWN_TOKENS - settled
+    assert replica.interval.unsettled == left
     assert (replica.interval.outer_step, replica.interval.done) == (outer_step, 0)
     assert replica.ledger.state_hash == source.state_hash
     assert replica.rank.followed == [False]
@@ -315,7 +316,7 @@ def test_what_the_peer_has_already_is_not_carried(fragment: int) -> None:
     sync = replica.catch_up(source, voted)
 
     assert sync is not None
-    assert sync.tokens == OWN_TOKENS
+    assert (sync.tokens, sync.carried) == (OWN_TOKENS, 4)
     assert holds(replica, snapshot)
     assert learned(replica) == [0.0 if index == fragment else LEARNED for index in range(2)]
     assert replica.interval.unsettled == 4
@@ -337,7 +338,7 @@ def test_a_candidate_that_came_to_nothing_is_in_nobodys_state(other: str) -> Non
 
     sync = replica.catch_up(source, (*voted, contribution(replica, 0)))
 
-    assert sync == Sync(kind=SyncKind.CAUGHT_UP, outer_step=LAST - 2, tokens=0)
+    assert sync == Sync(kind=SyncKind.CAUGHT_UP, outer_step=LAST - 2, tokens=0, carried=OWN_TOKENS)
     assert learned(replica) == [LEARNED, LEARNED]
     assert replica.interval.unsettled == OWN_TOKENS
     assert replica.rank.followed == [False]

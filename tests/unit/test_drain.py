@@ -164,6 +164,27 @@ def test_nobody_is_asked_before_the_release(tmp_path: Path) -> None:
     assert [replica.asked for replica in scene.replicas] == [[], []]
 
 
+def test_an_end_that_does_not_come_is_not_waited_for_for_ever(tmp_path: Path) -> None:
+    config = dataclasses.replace(
+        CONFIG,
+        orchestrator=dataclasses.replace(CONFIG.orchestrator, finish_timeout_s=0.01),
+        recovery=dataclasses.replace(CONFIG.recovery, save_hang_timeout_s=0.01),
+    )
+    scene = Scene(tmp_path, 4, 4, config=config)
+
+    async def play() -> None:
+        generation = scene.run.generation
+        await generation.barrier.release_when_ready(0.0, least=0)
+        generation.holders.update({0, 1})
+        scene.replicas[1].finished = True
+        training: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        await Drain(scene.run, cast("list[ReplicaSlot]", scene.replicas), scene.fold, scene.hear).run(training)
+        assert not training.done()
+
+    asyncio.run(play())
+    assert scene.saves == [0, 0]
+
+
 def test_a_run_that_comes_to_its_end_meanwhile_ends_by_itself(tmp_path: Path) -> None:
     scene = Scene(tmp_path, 4, 4)
     scene.replicas[1].finished = True

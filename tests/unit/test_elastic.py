@@ -448,6 +448,69 @@ def test_nobody_goes_on_without_a_peer_that_lives_on() -> None:
         assert one.anchor_hash() == two.anchor_hash()
 
 
+def test_a_peer_that_has_left_is_not_waited_for_and_still_gives_its_state() -> None:
+    with world(2, replace(CONFIG, max_retries=0)) as run:
+        run.interval()
+        one, two = run.replicas
+        two.engine.leave()
+        run.lighthouse.expect(0)
+        late = run.add()
+        assert two.seat.left
+
+        late.engine.join()
+        assert late.anchor_hash() == two.anchor_hash()
+        one.train(1.0)
+        sync = one.sync()
+
+        assert (sync.kind, sync.outer_step, sync.participants) == (SyncKind.COMMITTED, 2, (0,))
+        assert one.journal.of("retried") == []
+
+
+def test_a_commit_of_a_peer_that_has_left_is_not_made_again() -> None:
+    with world(2) as run:
+        run.interval()
+        gone, behind = run.replicas
+        run.lighthouse.expect(0)
+        # As a peer that it is right to leave behind, for the sake of the test.
+        gone.engine._ledger.members = [(0, 0)]
+        gone.train(1.0)
+        gone.sync()
+        gone.engine.leave()
+        run.lighthouse.expect(1)
+        behind.train(3.0)
+
+        syncs = behind.until_committed()
+
+        assert [(sync.kind, sync.outer_step) for sync in syncs] == [(SyncKind.CAUGHT_UP, 2), (SyncKind.COMMITTED, 3)]
+        assert syncs[0].carried == 2 * TOKENS[1]
+        assert syncs[1].tokens >= syncs[0].carried
+
+
+def test_one_that_no_peer_mends_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    with world(3) as run:
+        run.interval()
+        broken = run.replicas[1]
+        for replica in run.replicas:
+            replica.train(1.0)
+        broken.parameters[0].data[2] = math.nan
+        monkeypatch.setattr(broken.engine._adoption, "heal_from_any", lambda at_least, among: None)
+
+        def sync(replica: Replica) -> str:
+            if replica is not broken:
+                return replica.sync().kind.value
+            with pytest.raises(NonFinite) as raised:
+                replica.sync()
+            return str(raised.value)
+
+        said = run.each(sync)[1]
+
+        assert "no peer's state mended it" in said
+        assert broken.journal.of("fenced", "heal_failed") == [
+            ("fenced", "non_finite", 1),
+            ("heal_failed", "non_finite", said),
+        ]
+
+
 def test_one_whose_parameters_are_no_numbers_is_mended_in_place() -> None:
     with world(3) as run:
         run.interval()

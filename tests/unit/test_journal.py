@@ -111,6 +111,10 @@ WRITTEN: dict[str, tuple[Act, list[dict[str, Any]]]] = {
         lambda journal: journal.heal_started([1, 3], 5),
         [{"event": "donor_selected", "donors": [1, 3], "outer_step": 5}, {"event": "heal_started"}],
     ),
+    "heal failed": (
+        lambda journal: journal.heal_failed("heal_failed", "nobody is there"),
+        [{"event": "heal_failed", "cause": "heal_failed", "error": "nobody is there"}],
+    ),
     "joined": (
         lambda journal: journal.joined(5, 41),
         [{"event": "joined", "outer_step": 5, "inner_step": 41}],

@@ -26,7 +26,9 @@ TABLE = """
     JOINING  JOINED        RUNNING
     HEALING  JOINED        RUNNING
     RUNNING  HEAL_STARTED  HEALING
+    JOINING  FINISHED      SUCCEEDED
     RUNNING  FINISHED      SUCCEEDED
+    DRAINING FINISHED      SUCCEEDED
     RUNNING  DRAIN         DRAINING
     JOINING  DRAIN         DRAINING
     DRAINING DRAINED       STOPPED
@@ -37,6 +39,7 @@ TABLE = """
     JOINING  RESTORE       STARTING
     HEALING  RESTORE       STARTING
     RUNNING  RESTORE       STARTING
+    DRAINING RESTORE       STARTING
     BACKOFF  RESTORE       STARTING
 """
 
@@ -45,9 +48,8 @@ def expected() -> dict[tuple[str, str], str]:
     table = {(a, trigger): b for a, trigger, b in (line.split() for line in TABLE.strip().splitlines())}
     for state in LIVING:
         table[state, "STOP"] = "STOPPED"
-        table[state, "FAILED"] = "STOPPED" if state == "DRAINING" else "BACKOFF"
-        if state != "DRAINING":
-            table[state, "PEERS_FINISHED"] = "SUCCEEDED"
+        table[state, "FAILED"] = "BACKOFF"
+        table[state, "PEERS_FINISHED"] = "SUCCEEDED"
     return table
 
 

@@ -33,6 +33,7 @@ class Replica:
     def __init__(self, slot: int, incarnation: int, outer_step: int) -> None:
         self.slot, self.incarnation, self.outer_step = slot, incarnation, outer_step
         self.docket = Docket()
+        self.left = False
         self.nonsense: dict[str, Any] = {}
         self.state_hash = -(100 + slot)
         self.served: list[tuple[int, str]] = []
@@ -48,6 +49,7 @@ class Replica:
             incarnation=self.incarnation,
             outer_step=self.outer_step,
             state_hash=self.state_hash,
+            left=self.left,
             answer=answer,
         )
         return {**told, **self.nonsense}
@@ -183,19 +185,27 @@ def test_a_peer_that_does_not_answer_is_passed_over(world: World) -> None:
     assert newest(world.peers()) == (1, 4)
 
 
-def test_the_outer_step_of_one_incarnation(world: World) -> None:
+def test_where_one_incarnation_lives_on(world: World) -> None:
     replica = world.add(0, 4, incarnation=1)
     peers = world.peers()
 
-    assert peers.outer_step_of(0, 1) == 4
-    assert peers.outer_step_of(0, 0) is None
-    assert peers.outer_step_of(0, 2) is None
-    assert peers.outer_step_of(1, 1) is None
+    assert [peers.lives_on_at(0, 1, at_least) for at_least in (3, 4, 5)] == [4, 4, None]
+    assert peers.lives_on_at(0, 0, 4) is None
+    assert peers.lives_on_at(0, 2, 4) is None
+    assert peers.lives_on_at(1, 1, 4) is None
     # Another one has the port by now, and the registry does not know it yet.
     replica.incarnation = 2
-    assert peers.outer_step_of(0, 1) is None
+    assert peers.lives_on_at(0, 1, 4) is None
     replica.server.close()
-    assert peers.outer_step_of(0, 1) is None
+    assert peers.lives_on_at(0, 1, 4) is None
+
+
+def test_one_that_left_lives_on_only_for_those_that_lack_its_last_commit(world: World) -> None:
+    replica = world.add(0, 4)
+    replica.left = True
+
+    assert [world.peers().lives_on_at(0, 0, at_least) for at_least in (3, 4)] == [4, None]
+    assert newest(world.peers()) == (0, 4)
 
 
 def test_a_peer_answers_about_an_attempt_and_hears_who_is_dead(world: World) -> None:

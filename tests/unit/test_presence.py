@@ -82,7 +82,7 @@ def test_until_it_has_a_state_nobody_can_take_one(world: World) -> None:
     presence = world.presence()
     presence.register()
     peers = world.peers()
-    assert peers.outer_step_of(SLOT, INCARNATION) == -1
+    assert peers.lives_on_at(SLOT, INCARNATION, -1) == -1
     assert peers.newest(0) is None
 
     presence.show(0, -77)
@@ -193,7 +193,20 @@ def test_a_registry_that_is_away_is_asked_again(world: World) -> None:
     assert SLOT in world.directory().peers()
 
 
-def test_a_replica_that_left_does_not_answer(world: World) -> None:
+def test_a_replica_that_left_gives_its_state_and_goes_on_no_more(world: World) -> None:
+    presence = world.presence()
+    presence.register()
+    presence.show(3, 30)
+    peers = world.peers()
+    assert peers.lives_on_at(SLOT, INCARNATION, 3) == 3
+
+    presence.leave()
+
+    assert peers.lives_on_at(SLOT, INCARNATION, 3) is None
+    assert peers.newest(0) == PeerState(slot=SLOT, incarnation=INCARNATION, outer_step=3, state_hash=30)
+
+
+def test_a_replica_that_was_closed_does_not_answer(world: World) -> None:
     presence = world.presence()
     presence.register()
     presence.show(3, 30)
