@@ -94,8 +94,9 @@ def bench_recovery(
     intervals_skipped             outer steps that others agreed upon once a joiner had its state, and
                                   committed before it committed any, over all joiners: must be 0
     survivor_join_wait_beyond_step_s
-                                  the longest wait of a peer in the sync in which a joiner came in, less the
-                                  joiner's median inner step (median_s, worst_s); below 0: a shorter wait
+                                  the longest wait of a peer in the sync in which a joiner came in, from
+                                  when the joiner had its state, less the joiner's median inner step
+                                  (median_s, worst_s); below 0: a shorter wait
 
     An inner step is the time between two logged steps with no sync between them: metrics.log_freq should be 1.
 

@@ -33,8 +33,8 @@ class Join:
     intervals_skipped: int
     """Outer steps that others agreed upon after it had its state, and committed before it committed any."""
     wait_beyond_step_s: float | None
-    """The longest that a survivor waited in the sync in which it came in, less its median inner step; below 0 if the
-    wait was shorter than that."""
+    """The longest that a survivor waited in the sync in which it came in, once it had its state, less its median inner
+    step; below 0 if the wait was shorter than that. Before, survivors wait for a replica that is away."""
     step_ratios: tuple[float, ...] = ()
     """For each survivor that made a whole step during the transfer: its median step then, to that before."""
     touched_step_ratios: tuple[float, ...] = ()
@@ -79,7 +79,7 @@ def joins(events: Iterable[Record], metrics: Iterable[Record]) -> list[Join]:
             donors=_givers(heal),
             steps_before_sync=_steps(entry, chain.from_iterable(paces.values())),
             intervals_skipped=_skipped(heal, entry, commits, until=_end(lives[life])),
-            wait_beyond_step_s=_beyond_step(_survivors(entry, commits, entries), paces.get(life, [])),
+            wait_beyond_step_s=_beyond_step(_survivors(entry, commits, entries), paces.get(life, []), heal["t"]),
             step_ratios=tuple(whole for whole, _ in ratios if whole is not None),
             touched_step_ratios=tuple(touched for _, touched in ratios if touched is not None),
         )
@@ -143,11 +143,17 @@ def _survivors(entry: Record | None, commits: Iterable[Record], entries: Mapping
     return [commit for commit in same_sync if commit != entries.get(_life(commit))]
 
 
-def _beyond_step(survivors: Sequence[Record], own: Sequence[Pace]) -> float | None:
+def _beyond_step(survivors: Sequence[Record], own: Sequence[Pace], healed: float) -> float | None:
     if not survivors or not own:
         return None
     step_s = statistics.median(pace.step_s for pace in own)
-    return round(max(float(commit["wait_s"]) for commit in survivors) - step_s, 4)
+    return round(max(_wait_since(healed, commit) for commit in survivors) - step_s, 4)
+
+
+def _wait_since(t: float, commit: Record) -> float:
+    """What is left of a wait for a quorum from then on."""
+    quorum = commit["t"] - commit["reduce_s"]
+    return max(0.0, min(float(commit["wait_s"]), quorum - t))
 
 
 def _step_ratios(paces: Sequence[Pace], began: float, ended: float) -> tuple[float | None, float | None]:
