@@ -30,10 +30,12 @@ def survived(run: LaunchedRun, faults: int) -> dict[str, Record]:
     return {kinds[f["replica"], f["incarnation"]]: f for f in failures}
 
 
-def run_with(launch: Launch, steps: int, *faults: str, flags: tuple[str, ...] = SOON) -> LaunchedRun:
+def run_with(
+    launch: Launch, steps: int, *faults: str, flags: tuple[str, ...] = SOON, standby: bool = True
+) -> LaunchedRun:
     listed = ", ".join(f'"{fault}"' for fault in faults)
     faulty = ("--training.steps", str(steps), *flags, "--faults.at", f"[{listed}]")
-    return launch("llama3_tiny.toml", *faulty, standby=True)
+    return launch("llama3_tiny.toml", *faulty, standby=standby)
 
 
 def stacks_of(run: LaunchedRun, failure: Record) -> str:
@@ -75,7 +77,7 @@ def test_peers_of_a_rank_that_stops_in_the_reduction_wait_for_one_operation_and_
     # The reduction must have more than one bucket, or it is over when the first is.
     buckets = ("--model.flavor", "debugmodel", "--diloco.bucket_mb", "1")
     patient = ("--recovery.silence_timeout_s", "20", "--diloco.timeout_s", "5")
-    run = run_with(launch, 320, "2.0@25/reduce:stop", flags=(*buckets, *patient))
+    run = run_with(launch, 260, "2.0@25/reduce:stop", flags=(*buckets, *patient), standby=False)
     failure = survived(run, 1)["stop"]
     assert (failure["replica"], failure["cause"]) == (2, "hang")
     assert "state: T (stopped)" in stacks_of(run, failure)
