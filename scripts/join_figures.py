@@ -152,7 +152,7 @@ def _beyond_step(survivors: Sequence[Record], own: Sequence[Pace], healed: float
 
 def _wait_since(t: float, commit: Record) -> float:
     """What is left of a wait for a quorum from then on."""
-    quorum = commit["t"] - commit["reduce_s"]
+    quorum = float(commit["t"]) - float(commit["reduce_s"])
     return max(0.0, min(float(commit["wait_s"]), quorum - t))
 
 
