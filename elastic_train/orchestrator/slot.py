@@ -41,13 +41,10 @@ from elastic_train.replica.actor import SegmentPart
 from elastic_train.replica.ending import Ending
 from elastic_train.replica.rank import Incarnation
 from elastic_train.replica.watch.failure import PREEMPTED, ReplicaFailure
-from elastic_train.replica.watch.process_watch import ProcessId, is_alive, kill_process
+from elastic_train.replica.watch.process_watch import ProcessId, end_all, is_alive
 
 logger = logging.getLogger(__name__)
 
-_GONE_S = 10.0
-"""How long the kernel may take to remove a process that was killed."""
-_GONE_LOOK_S = 0.02
 _TELL_AGAIN_S = 1.0
 _STANDBY_PAUSE_S = 5.0
 _STANDBY_PAUSE_MAX_S = 300.0
@@ -303,14 +300,11 @@ class ReplicaSlot:
     async def _end_ranks(self) -> None:
         """Kill the ranks that are known, and once they are gone say so to whoever may wait for their answer."""
         processes = [*self._processes, *self._standing_by]
-        for process in processes:
-            kill_process(process)
-        deadline = self._run.clock.monotonic() + _GONE_S
-        while any(is_alive(process) for process in processes):
-            if self._run.clock.monotonic() > deadline:
-                logger.error("processes of replica %d survive SIGKILL: %s", self.slot, processes)
-                return
-            await asyncio.sleep(_GONE_LOOK_S)
+        try:
+            await end_all(processes)
+        except RuntimeError as error:
+            logger.error("replica %d: %s", self.slot, error)
+            return
         # Processes of the current incarnation that nobody has heard of yet may still live.
         if self._run.registry and self._holder == self._number >= 0:
             await asyncio.to_thread(self._run.directory.ended, self.slot, self._holder)

@@ -30,7 +30,7 @@ from elastic_train.peer_ckpt.tls import tls_of
 from elastic_train.process_log import print_to
 from elastic_train.replica.ending import Ending
 from elastic_train.replica.memory_files import MemoryFiles, keeps_memory
-from elastic_train.replica.procs import Procs, end_all
+from elastic_train.replica.procs import Procs
 from elastic_train.replica.rank import (
     Incarnation,
     SegmentPaths,
@@ -44,7 +44,7 @@ from elastic_train.replica.trainer_actor import TrainerActor
 from elastic_train.replica.watch.beacon import BeaconReader, Budgets, hang
 from elastic_train.replica.watch.failure import PREEMPTED, ReplicaFailure
 from elastic_train.replica.watch.process_end import ProcessEnd, crashed_ranks, of_process, of_status
-from elastic_train.replica.watch.process_watch import ProcessId, ProcessWatch
+from elastic_train.replica.watch.process_watch import ProcessId, ProcessWatch, end_all
 from elastic_train.replica.watch.stacks import RankProcess, stacks_tell_of, write_stacks
 
 logger = logging.getLogger(__name__)

@@ -14,12 +14,9 @@ from monarch.actor import default_bootstrap_cmd, this_host
 
 from elastic_train.futures import result, within
 from elastic_train.replica.trainer_actor import NoticeActor, ProcessActor, WarmingActor
-from elastic_train.replica.watch.process_watch import ProcessId, ProcessWatch, is_alive, kill_process
+from elastic_train.replica.watch.process_watch import ProcessId, ProcessWatch, end_all, is_alive
 
 _STOP_S = 30.0
-_GONE_S = 10.0
-"""How long the kernel may take to remove a process that was killed."""
-_LOOK_S = 0.02
 _LOOK_AT_SILENCE_S = 0.1
 
 _stopping: set[asyncio.Task[None]] = set()
@@ -89,18 +86,3 @@ class Procs:
         for watch in watches:
             watch.close()
         await end_all(self.identities)
-
-
-async def end_all(processes: list[ProcessId]) -> None:
-    """Kill processes of this host and see them gone.
-
-    Raises:
-        RuntimeError: one survives SIGKILL.
-    """
-    for process in processes:
-        kill_process(process)
-    deadline = time.monotonic() + _GONE_S
-    while any(is_alive(process) for process in processes):
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"processes survive SIGKILL: {processes}")
-        await asyncio.sleep(_LOOK_S)

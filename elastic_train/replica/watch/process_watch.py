@@ -6,10 +6,13 @@ process has ended, and Linux 6.15 and later also how; on older kernels Monarch's
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import os
 import signal
 import struct
+import time
+from collections.abc import Collection
 
 import psutil
 
@@ -18,6 +21,10 @@ _INFO_BYTES = 64
 _GET_INFO = 0xC000FF0B | _INFO_BYTES << 16
 _WANTS_EXIT = 1 << 3
 _EXIT_OFFSET = 60
+
+_GONE_S = 10.0
+"""How long the kernel may take to remove a process that was killed."""
+_LOOK_S = 0.02
 
 ProcessId = tuple[int, float]
 """Pid and creation time (unix seconds): together they name a process for good."""
@@ -40,6 +47,21 @@ def kill_process(process: ProcessId) -> None:
             os.kill(process[0], signal.SIGKILL)
         except ProcessLookupError:
             return
+
+
+async def end_all(processes: Collection[ProcessId]) -> None:
+    """Kill processes of this host and see them gone.
+
+    Raises:
+        RuntimeError: one survives SIGKILL.
+    """
+    for process in processes:
+        kill_process(process)
+    deadline = time.monotonic() + _GONE_S
+    while any(is_alive(process) for process in processes):
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"processes survive SIGKILL: {processes}")
+        await asyncio.sleep(_LOOK_S)
 
 
 class ProcessWatch:
