@@ -120,8 +120,12 @@ def _serve(
     os.environ.update(
         OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR=_HOST
     )
-    os.environ["MASTER_PORT"] = str(_free_port())
     print_to(folder / f"replica_{slot}.log")
+    from elastic_train.replica.meeting import expect_store, open_store
+
+    meeting = open_store(_HOST)
+    expect_store()
+    os.environ["MASTER_PORT"] = str(meeting.port)
     stage = _Stage(slot, config, folder, *where)
     connection.send("built")
     while True:
@@ -258,11 +262,3 @@ def _alone(schedule: OuterSchedule) -> OuterSync:
             return
 
     return Alone()
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as listener:
-        listener.bind((_HOST, 0))
-        return int(listener.getsockname()[1])

@@ -10,9 +10,8 @@ import asyncio
 import logging
 import os
 import signal
-import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -315,9 +314,24 @@ class ReplicaActor(Actor):
         self._reports.clear()
         self._reported.clear()
         self._ends.clear()
+        if failure := await self._started(incarnation, self._spawn(incarnation)):
+            return failure
+        answers = await self._on_all_ranks("prepare")
+        if isinstance(answers, ReplicaFailure):
+            return answers
+        if failure := await self._started(incarnation, self._introduce(incarnation, answers[0])):
+            return failure
+        answers = await self._on_all_ranks("build")
+        if isinstance(answers, ReplicaFailure):
+            return answers
+        self._events(incarnation).emit("replica_ready")
+        return None
+
+    async def _started(self, incarnation: Incarnation, start: Coroutine[Any, Any, None]) -> ReplicaFailure | None:
+        """Do a part of the start; what goes wrong in it is written to the log."""
         try:
             async with asyncio.timeout(incarnation.config.recovery.start_hang_timeout_s):
-                await self._spawn(incarnation)
+                await start
         except TimeoutError:
             late = "its processes did not start within recovery.start_hang_timeout_s"
             return self._detected(incarnation, ReplicaFailure(cause="start_timeout", rank=None, step=0, error=late))
@@ -325,10 +339,6 @@ class ReplicaActor(Actor):
             logger.exception("the processes could not be started")
             lost = ReplicaFailure(cause="proc_exit", rank=None, step=0, error=_one_line(error))
             return self._detected(incarnation, lost)
-        answers = await self._on_all_ranks("build")
-        if isinstance(answers, ReplicaFailure):
-            return answers
-        self._events(incarnation).emit("replica_ready")
         return None
 
     async def _spawn(self, incarnation: Incarnation) -> None:
@@ -341,8 +351,12 @@ class ReplicaActor(Actor):
             await procs.started()
         self._holder = incarnation.number
         self._events(incarnation).emit("procs_started", **_named(procs), standby=warm)
-        await setup_torch_elastic_env_async(procs.mesh, incarnation.host, _free_port(incarnation.host))
         self._trainers = procs.mesh.spawn("trainer", TrainerActor, incarnation, self._handle)
+
+    async def _introduce(self, incarnation: Incarnation, port: int) -> None:
+        """Tell the ranks of each other, and of the store by which they meet."""
+        assert self._procs is not None, "who has answered has a process"
+        await setup_torch_elastic_env_async(self._procs.mesh, incarnation.host, port)
 
     def _start_procs(self, incarnation: Incarnation, purpose: str) -> Procs:
         self._meshes += 1
@@ -545,8 +559,3 @@ def _named(procs: Procs) -> dict[str, Any]:
 def _one_line(error: BaseException) -> str:
     lines = [line for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[-1].strip() if lines else ''}"
-
-
-def _free_port(host: str) -> int:
-    with socket.create_server((host, 0)) as server:
-        return int(server.getsockname()[1])

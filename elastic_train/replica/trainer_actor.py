@@ -29,6 +29,8 @@ from elastic_train.replica.watch.process_watch import ProcessId
 from elastic_train.replica.watch.stacks import answer_in
 
 if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
     from elastic_train.replica.trainer import ElasticTrainer
 
 logger = logging.getLogger(__name__)
@@ -43,11 +45,18 @@ class TrainerActor(Actor):
         self._incarnation = incarnation
         self._supervisor = supervisor
         self._rank = current_rank().rank
+        self._store: TCPStore | None = None
         self._trainer: ElasticTrainer | None = None
 
     @endpoint
+    def prepare(self) -> int:
+        """Everything that needs no other rank. Rank 0 returns the port of the store by which the ranks meet."""
+        with self._reporting():
+            return self._prepare()
+
+    @endpoint
     def build(self) -> None:
-        """Everything that needs no peer: imports, model, data, groups inside the replica."""
+        """Everything that needs no other replica: model, data, groups inside the replica."""
         with self._reporting():
             self._build()
 
@@ -75,7 +84,7 @@ class TrainerActor(Actor):
         if self._trainer is not None:
             self._trainer.close()
 
-    def _build(self) -> None:
+    def _prepare(self) -> int:
         incarnation, rank = self._incarnation, self._rank
         print_to(rank_log_path(incarnation.run_dir, incarnation.slot, rank))
         answer_in(stack_answer_path(incarnation.run_dir, incarnation.slot, incarnation.number, rank))
@@ -85,6 +94,17 @@ class TrainerActor(Actor):
         # With it torchft's DiLoCo reduces in buckets, which leave out any tensor that is larger than one.
         os.environ.pop("TORCHFT_USE_BUCKETIZATION", None)
 
+        import elastic_train.replica.trainer  # noqa: F401
+        from elastic_train.replica.meeting import expect_store, open_store
+
+        expect_store()
+        if rank != 0:
+            return 0
+        self._store = open_store(incarnation.host)
+        return int(self._store.port)
+
+    def _build(self) -> None:
+        incarnation, rank = self._incarnation, self._rank
         paths = SegmentPaths.of(incarnation.run_dir, incarnation.slot)
         events = EventWriter(
             paths.events, SystemClock(), replica=incarnation.slot, incarnation=incarnation.number, rank=rank

@@ -71,7 +71,8 @@ def test_one_that_is_lost_while_a_replica_comes_back(launch: Launch) -> None:
     run = run_of(launch, 35, "--faults.at", faults)
 
     check_that_nothing_was_lost(run, 35, losses=2, replicas=(0,))
-    assert [event["kind"] for event in named(run, "fault_injected")] == ["kill", "lighthouse", "lighthouse"]
+    # Replicas do not step together within an interval, so that either of the first two may come first.
+    assert sorted(event["kind"] for event in named(run, "fault_injected")) == ["kill", "lighthouse", "lighthouse"]
     failures = named(run, "failure_detected")
     assert [(event["replica"], event["signal"]) for event in failures] == [(1, "SIGKILL")]
     assert [event["replica"] for event in named(run, "joined")] == [1]
