@@ -8,6 +8,7 @@ what it takes to get that is part of what every wire costs. A warm one has been 
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import secrets
@@ -412,6 +413,10 @@ def telling(connection: Connection, namespace: str, who: str) -> Iterator[None]:
             if namespace:
                 enter(namespace)
             torch.set_num_threads(1)
+            # The server that this was forked from has left objects to look through for garbage, which writes to all of
+            # them and so copies their memory: not in the middle of whatever is being measured.
+            gc.collect()
+            gc.freeze()
             # Gloo talks over loopback; only what needs no namespace uses it.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
             yield

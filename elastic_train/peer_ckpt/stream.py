@@ -17,6 +17,7 @@ import xxhash
 from elastic_train.peer_ckpt.channel import CHECKSUMS, JOINER, Channel, ChannelBroken, Invitation, library_of, pieces
 from elastic_train.peer_ckpt.layout import LayoutError
 from elastic_train.peer_ckpt.manifest import CHECKSUM_BYTES
+from elastic_train.peer_ckpt.pages import make_pages
 from elastic_train.peer_ckpt.parts import Part, views
 from elastic_train.peer_ckpt.request import Answer, Connection
 
@@ -102,6 +103,7 @@ class Stream:
         for view in views(tensors, part):
             for start in range(0, len(view), _PIECE):
                 piece = view[start : start + _PIECE]
+                make_pages(piece)
                 answer.read_into(piece)
                 digest.update(piece)
                 self.arrived += len(piece)
