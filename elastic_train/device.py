@@ -120,8 +120,7 @@ class _CpuModule(ModuleType):
         return "CPU"
 
     def get_device_properties(self, device: object = None) -> SimpleNamespace:
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return SimpleNamespace(name="CPU", total_memory=total)
+        return SimpleNamespace(name="CPU", total_memory=host_memory())
 
     def memory_stats(self, device: object = None) -> dict[str, Any]:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -131,3 +130,8 @@ class _CpuModule(ModuleType):
             "num_alloc_retries": 0,
             "num_ooms": 0,
         }
+
+
+def host_memory() -> int:
+    """Bytes of memory that this machine has."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

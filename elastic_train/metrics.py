@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 from elastic_train.events import Record
 from elastic_train.lifecycle import ReplicaState
@@ -324,6 +324,14 @@ class RunFold:
         return sum(total["train"] for total in totals) / spent if spent > 0 else None
 
     # What it reads
+
+    @classmethod
+    def of(cls, events: Iterable[Record]) -> Self:
+        """The state after a whole log, without metrics."""
+        fold = cls()
+        for event in events:
+            fold.apply(event)
+        return fold
 
     def apply(self, event: Record) -> None:
         """Takes one event; names that mean nothing to the fold only move its time forward."""

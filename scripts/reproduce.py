@@ -125,9 +125,7 @@ def _run(target: Target, run_dir: Path) -> Told:
         exit_code = run.wait(_START_S + steps * max(_PER_STEP_S, 5 * target.resolved.debug.min_step_s))
         leaks = run.end()
     events = read_all(run_dir / "events.jsonl")
-    fold = RunFold()
-    for event in events:
-        fold.apply(event)
+    fold = RunFold.of(events)
     began = next((event["t"] for event in events if event["event"] == "first_step"), math.inf)
     ended = max((event["t"] for event in events if event["event"] == "replica_finished"), default=began)
     broken = [text for texts in violations(events).values() for text in texts]

@@ -180,9 +180,7 @@ def _judged(
     run_dir: Path, span_s: float, controller: Sequence[tuple[int, float]], failed: list[str], leaks: Sequence[str]
 ) -> dict[str, Any]:
     events = read_all(run_dir / "events.jsonl")
-    fold = RunFold()
-    for event in events:
-        fold.apply(event)
+    fold = RunFold.of(events)
     broken = violations(events)
     broken |= {"I2": _samples(run_dir), "I5": list(leaks), "I8": _buckets(fold)}
     restores = sum(event["event"] == "run_restored" for event in events)

@@ -65,9 +65,7 @@ class Verdict:
 
 def judge(plan: FaultPlan, events: Sequence[Record]) -> Verdict:
     """Follow every fault of the plan through the log of the run, and check the log itself."""
-    fold = RunFold()
-    for event in events:
-        fold.apply(event)
+    fold = RunFold.of(events)
     planned = {str(fault): fault for fault in plan.faults}
     # A fault that one failure is put down to cannot explain another.
     recoveries = {recovery.fault: recovery for recovery in reversed(fold.recoveries)}

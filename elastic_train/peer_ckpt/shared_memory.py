@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from elastic_train.device import page_lock
+from elastic_train.device import host_memory, page_lock
 from elastic_train.peer_ckpt.layout import Place
 from elastic_train.peer_ckpt.memory_index import ALIGN, HEAD_BYTES, Index, clear_index, write_index
 from elastic_train.peer_ckpt.snapshot import Snapshot
@@ -59,7 +59,7 @@ class SharedMemory:
         """Descriptor."""
         weakref.finalize(self, os.close, self.file)
         # Mapped once and for all, so that a tensor's place is known from its address; only what is allocated exists.
-        self._size = HEAD_BYTES + _up(_machine_memory() if room is None else room, mmap.PAGESIZE)
+        self._size = HEAD_BYTES + _up(host_memory() if room is None else room, mmap.PAGESIZE)
         os.ftruncate(self.file, self._size)
         # So that clearing the index needs no memory that might not be there.
         os.posix_fallocate(self.file, 0, mmap.PAGESIZE)
@@ -160,10 +160,6 @@ def tensor_at(memory: mmap.mmap, start: int, shape: tuple[int, ...], dtype: torc
     if size == 0:
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=start).view(dtype).view(shape)
-
-
-def _machine_memory() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _up(size: int, step: int) -> int:

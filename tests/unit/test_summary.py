@@ -8,15 +8,8 @@ from elastic_train.observe.summary import summary_lines
 from tests.unit.walkthrough import event, events, metrics_records, states
 
 
-def folded(log: list[dict[str, object]]) -> RunFold:
-    fold = RunFold()
-    for each in log:
-        fold.apply(each)
-    return fold
-
-
 def test_the_walk_through_in_words() -> None:
-    fold = folded(events())
+    fold = RunFold.of(events())
     for record in metrics_records():
         fold.apply_metrics(record)
     assert summary_lines(fold) == [
@@ -38,11 +31,11 @@ def test_the_walk_through_in_words() -> None:
 
 def test_a_run_without_failures_says_so() -> None:
     log = [event(0.0, "run_started", replicas=1), event(2.0, "run_finished", status="succeeded")]
-    assert "nothing failed" in summary_lines(folded(log))
+    assert "nothing failed" in summary_lines(RunFold.of(log))
 
 
 def test_a_run_that_ended_at_once_has_a_summary() -> None:
-    lines = summary_lines(folded([event(0.0, "run_finished", status="failed", cause="config_error")]))
+    lines = summary_lines(RunFold.of([event(0.0, "run_finished", status="failed", cause="config_error")]))
     assert lines == [
         "run failed (the configuration is wrong): 0 steps, 0 outer steps, 0.00 s",
         "nothing failed",
@@ -61,7 +54,7 @@ def test_a_replica_on_its_way_back_is_not_given_up(ends: bool, said: str) -> Non
     ]
     if ends:
         log.append(event(10.0, "run_finished", status="succeeded"))
-    assert any(line.endswith(said) for line in summary_lines(folded(log)))
+    assert any(line.endswith(said) for line in summary_lines(RunFold.of(log)))
 
 
 def test_it_says_where_the_stacks_of_a_failure_are() -> None:
@@ -71,7 +64,7 @@ def test_it_says_where_the_stacks_of_a_failure_are() -> None:
         event(7.0, "failure_detected", 0, cause="signal", signal="SIGKILL"),
     ]
 
-    told = [line.strip() for line in summary_lines(folded(log)) if "stood" in line]
+    told = [line.strip() for line in summary_lines(RunFold.of(log)) if "stood" in line]
 
     assert told == ["where its threads stood: /runs/a/stacks/replica_1.0"]
     fold, sentences = RunFold(), []
@@ -92,7 +85,7 @@ def test_a_replica_that_was_given_up_is_named() -> None:
         event(6.0, "replica_retired", 1, cause="hang"),
         event(10.0, "run_finished", status="succeeded"),
     ]
-    lines = summary_lines(folded(log))
+    lines = summary_lines(RunFold.of(log))
     assert "  replica 1 failed: no progress: no step for 5 s" in lines
     assert "    cost: replica 1 away for 4.00 s, 20.0% of the replicas' time; it did not come back" in lines
     assert "replica 1 was given up: no progress" in lines
@@ -106,7 +99,7 @@ def test_a_failure_on_the_way_back_is_told() -> None:
         event(7.0, "first_step", 0, 2, inner_step=21),
         event(8.0, "run_finished", status="succeeded"),
     ]
-    lines = summary_lines(folded(log))
+    lines = summary_lines(RunFold.of(log))
     assert "    cost: replica 0 away for 1.00 s, 12.5% of the replicas' time; it failed again on the way back" in lines
     assert "    cost: replica 0 away for 4.00 s, 50.0% of the replicas' time" in lines
 
@@ -116,7 +109,7 @@ def test_of_many_failures_the_last_are_told_and_all_are_counted() -> None:
     for n in range(25):
         log.append(event(10.0 * n, "failure_detected", 0, n, cause="signal", signal="SIGKILL", step=n))
         log.append(event(10.0 * n + 1 + n % 2, "first_step", 0, n + 1, inner_step=n))
-    lines = summary_lines(folded(log))
+    lines = summary_lines(RunFold.of(log))
     assert "25 failures:" in lines
     assert sum("killed by SIGKILL" in line for line in lines) == 10
     assert any("at step 24:" in line for line in lines)
@@ -187,6 +180,6 @@ def test_what_a_sync_met_with_is_a_sentence(name: str, fields: dict[str, object]
 def test_it_is_said_whether_a_replica_goes_on_in_its_standby(standby: bool, said: str, how: str) -> None:
     started = event(2.5, "procs_started", 0, 1, pids=[2], standby=standby)
     log = [event(0.0, "run_started", replicas=1), event(2.0, "failure_detected", 0, 0, cause="hang"), started]
-    fold = folded(log)
+    fold = RunFold.of(log)
     assert words.happening(started, fold) == said
     assert any(how in line for line in summary_lines(fold))
