@@ -173,7 +173,7 @@ def started(name: str, target: Target, run_dir: Path, *, max_restarts: int) -> I
             *("--checkpoints", str(checkpoints), "--interval", str(CHECKPOINT_STEPS), "--", *target.flags),
         ]
         environment = trainer_environment(
-            replicas=target.replicas, procs=target.ranks, cores=os.cpu_count() or 1, one_machine=True
+            replicas=target.replicas, procs=target.ranks, cores=os.cpu_count() or 1, interface="lo"
         )
         # The agent's own store keeps the addresses of dead ranks, at which a restart then fails and is repeated.
         environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"

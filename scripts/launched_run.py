@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from elastic_train.events import Record, read_all, read_records
@@ -22,17 +22,18 @@ def config_path(config: str) -> Path:
 class LaunchedRun(MarkedProcess):
     """One ``elastic-train run`` in a process of its own; leaving the context ends whatever is left of it."""
 
-    def __init__(self, config: str, run_dir: Path, flags: Iterable[str] = ()) -> None:
+    def __init__(self, config: str, run_dir: Path, flags: Iterable[str] = (), *, prefix: Sequence[str] = ()) -> None:
         """
         Args:
             config: file name in ``configs/``, or a path.
             flags: further command line arguments, as in ``["--training.steps", "40"]``.
+            prefix: words of a command that runs another one.
         """
         self.run_dir = run_dir
         self._event_offset = 0
         self._events: list[Record] = []
         command = [sys.executable, "-m", "elastic_train", "run", str(config_path(config)), "--run_dir", str(run_dir)]
-        super().__init__([*command, *flags], run_dir.parent / f"{run_dir.name}.console")
+        super().__init__([*prefix, *command, *flags], run_dir.parent / f"{run_dir.name}.console")
 
     def wait_for_event(self, name: str, timeout_s: float, where: Callable[[Record], bool] = lambda _: True) -> Record:
         """The first event of that name for which ``where`` is true.

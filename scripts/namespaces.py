@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import secrets
+import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +25,11 @@ _CLONE_NEWNET = 0x40000000
 # What a link may send at once: above what leaves within a tick of the kernel's slowest clock (100 a second).
 _BURST_S = 0.012
 _QUEUE = "100ms"
+_MIDDLE = "10.77.255.1"
+# Classic BPF, as tc reads it: load a random number; below the bound pass (0), else drop (2).
+_RANDOM = 0x1_0000_0000 - 0x1000 + 56
+_DROP_SOME = "4,32 0 0 {random},53 0 1 {bound},6 0 0 0,6 0 0 2"
+_DROP_ALL = "1,6 0 0 2"
 
 
 class NoNamespaces(RuntimeError):
@@ -66,8 +72,78 @@ def star(links: int, mbit: int) -> Iterator[Star]:
     ends = tuple(Node(name=f"{run}-{index}", host=f"10.77.{index}.2") for index in range(links))
     with _namespaces(middle, *(end.name for end in ends)):
         for index, end in enumerate(ends):
-            _connect(middle, f"10.77.{index}.1", end, f"link{index}", mbit)
+            _connect(middle, f"10.77.{index}.1", end, _device(index), mbit)
         yield Star(middle=middle, ends=ends)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostNetwork:
+    """Hosts around the one in the middle, through which they reach each other."""
+
+    middle: Node
+    hosts: tuple[Node, ...]
+
+    def cut(self, index: int) -> None:
+        """Let nothing through to a host or from it, without a word to anybody."""
+        self._filter(index, _DROP_ALL)
+
+    def mend(self, index: int) -> None:
+        """Let everything through again."""
+        for name in self._ends(index):
+            _command("tc", "-n", name, "filter", "del", "dev", _device(index), "ingress")
+
+    def lose(self, index: int, part: float) -> None:
+        """Lose that part of the packets to a host, and of those from it."""
+        bound = round(2**32 * (1 - part))
+        self._filter(index, _DROP_SOME.format(random=_RANDOM, bound=bound))
+
+    def slow_down(self, index: int, mbit: float) -> None:
+        """Let a host send and get no more than so many 10^6 bits a second."""
+        for name in self._ends(index):
+            _shape(name, _device(index), mbit)
+
+    def end_all(self, index: int) -> None:
+        """Kill every process of a host at once, as if it lost its power."""
+        listed = subprocess.run(
+            ("ip", "netns", "pids", self.hosts[index].name), check=True, capture_output=True, text=True
+        )
+        for pid in map(int, listed.stdout.split()):
+            os.kill(pid, signal.SIGKILL)
+
+    def _ends(self, index: int) -> tuple[str, str]:
+        return self.middle.name, self.hosts[index].name
+
+    def _filter(self, index: int, program: str) -> None:
+        # Where packets arrive: a sender would notice what is dropped where they leave.
+        for name in self._ends(index):
+            place = ("dev", _device(index), "ingress", "prio", "1", "handle", "1", "protocol", "all")
+            _command("tc", "-n", name, "filter", "replace", *place, "bpf", "da", "bytecode", program)
+
+
+@contextmanager
+def host_network(hosts: int) -> Iterator[HostNetwork]:
+    """Hosts that reach each other, until the end of the context. Processes on them must have ended by then.
+
+    Args:
+        hosts: their number without the one in the middle, at most 200.
+
+    Raises:
+        NoNamespaces: they cannot be made; nothing of them is left.
+    """
+    if os.geteuid() != 0:
+        raise NoNamespaces("only root can make network namespaces")
+    run = _new_name()
+    middle = Node(name=f"{run}-middle", host=_MIDDLE)
+    ends = tuple(Node(name=f"{run}-{index}", host=f"10.77.{index}.2") for index in range(hosts))
+    with _namespaces(middle.name, *(end.name for end in ends)):
+        _command("ip", "-n", middle.name, "address", "add", f"{_MIDDLE}/32", "dev", "lo")
+        _command(*command_in(middle.name), "sysctl", "-qw", "net.ipv4.ip_forward=1")
+        for index, end in enumerate(ends):
+            _join(middle.name, f"10.77.{index}.1", end, _device(index))
+            _command("ip", "-n", end.name, "route", "add", "default", "via", f"10.77.{index}.1")
+            for name in (middle.name, end.name):
+                _command("tc", "-n", name, "qdisc", "add", "dev", _device(index), "clsact")
+        yield HostNetwork(middle=middle, hosts=ends)
 
 
 @contextmanager
@@ -122,21 +198,34 @@ def _namespaces(*names: str) -> Iterator[None]:
             subprocess.run(("ip", "netns", "del", name), check=False, capture_output=True, timeout=_COMMAND_S)
 
 
+def command_in(name: str) -> tuple[str, ...]:
+    """Words before a command that is to run in the namespace of that name."""
+    return ("nsenter", f"--net={_NAMES / name}")
+
+
+def _device(index: int) -> str:
+    return f"link{index}"
+
+
 def _connect(middle: str, host: str, end: Node, device: str, mbit: int) -> None:
+    _join(middle, host, end, device)
+    _shape(end.name, device, mbit)
+
+
+def _join(middle: str, host: str, end: Node, device: str) -> None:
     assert len(device) <= _DEVICE_LIMIT
     # Made where they belong, so that nothing of them was ever among the machine's own devices.
     _command("ip", "link", "add", device, "netns", middle, "type", "veth", "peer", "name", device, "netns", end.name)
     for name, address in ((middle, host), (end.name, end.host)):
         _command("ip", "-n", name, "address", "add", f"{address}/24", "dev", device)
         _command("ip", "-n", name, "link", "set", device, "up")
-    _shape(end.name, device, mbit)
 
 
-def _shape(name: str, device: str, mbit: int) -> None:
+def _shape(name: str, device: str, mbit: float) -> None:
     """Bound what a device of a namespace sends."""
     burst = max(round(mbit * 1e6 / 8 * _BURST_S), 128 << 10)
     shape = ("tbf", "rate", f"{mbit}mbit", "burst", str(burst), "latency", _QUEUE)
-    _command("tc", "-n", name, "qdisc", "add", "dev", device, "root", *shape)
+    _command("tc", "-n", name, "qdisc", "replace", "dev", device, "root", *shape)
 
 
 def _command(*words: str) -> None:

@@ -72,6 +72,11 @@ _SHORTER: tuple[tuple[str, str, str], ...] = (
         "a process that has stopped must be found before it counts as hanging",
     ),
     (
+        "recovery.host_timeout_s",
+        "recovery.isolation_timeout_s",
+        "a replica must not end itself before anybody has taken its host for lost",
+    ),
+    (
         "peer_ckpt.timeout_s",
         "recovery.start_hang_timeout_s",
         "a replica must not be ended while it still may receive its state",
@@ -98,6 +103,8 @@ _STOCK: tuple[tuple[str, str, str], ...] = (
     ("peer_ckpt.tls_certificate", "", "sends states by torchft's own transport, which does not encrypt"),
 )
 
+_ITS_OWN_HOST = "would end this machine, the controller with it: it takes a scheduler.kind that gives other hosts"
+
 # Far above what helps, and below what hurts.
 _AT_MOST: tuple[tuple[str, int], ...] = (
     ("peer_ckpt.donors", 8),
@@ -114,6 +121,7 @@ def check(config: RunConfig) -> list[Problem]:
         *_outer_sync(config),
         *_peer_ckpt(config),
         *_replicas(config),
+        *_scheduler(config),
         *_parallelism(config),
         *_training(config),
         *_faults(config),
@@ -230,16 +238,60 @@ def _replicas(config: RunConfig) -> Iterator[Problem]:
             f"{said('training.dataloader.virtual_shards')} is too few: {replicas} replicas of "
             f"{config.data_parallel_degree} data-parallel ranks are {readers} readers",
         )
-    if config.diloco.manager_port and replicas > 1 and config.scheduler.kind == "local":
+    if config.diloco.manager_port and replicas > 1 and config.replicas_per_host > 1:
         yield Problem(
             ("diloco.manager_port", "orchestrator.replicas"),
-            f"{said('diloco.manager_port')} can serve only one replica on this machine, but "
+            f"{said('diloco.manager_port')} can serve only one replica on a machine, but "
             f"{said('orchestrator.replicas')}; leave it at 0",
         )
     if config.lighthouse.address and not _is_address(config.lighthouse.address):
         yield Problem(
             ("lighthouse.address",),
             f"{said('lighthouse.address')} is no address: write http://host:port",
+        )
+
+
+def _scheduler(config: RunConfig) -> Iterator[Problem]:
+    said = partial(_said, config)
+    scheduler = config.scheduler
+    if scheduler.kind == "local":
+        for key in ("scheduler.hosts", "scheduler.replicas_per_host"):
+            if value_of(config, key):
+                yield Problem(
+                    (key, "scheduler.kind"),
+                    f'{said(key)} has no meaning with scheduler.kind = "local": set scheduler.kind = "ssh"',
+                )
+        return
+    if not scheduler.hosts:
+        yield Problem(
+            ("scheduler.hosts", "scheduler.kind"),
+            f"{said('scheduler.kind')} needs at least one host in scheduler.hosts",
+        )
+    if wrong := [host for host in scheduler.hosts if not _is_host(host)]:
+        yield Problem(("scheduler.hosts",), f'scheduler.hosts: "{wrong[0]}" is no host: write name or user@name')
+    if twice := [host for host in scheduler.hosts if scheduler.hosts.count(host) > 1]:
+        yield Problem(
+            ("scheduler.hosts",),
+            f'scheduler.hosts names "{twice[0]}" more than once: scheduler.replicas_per_host says how many replicas it '
+            "may have",
+        )
+    places = config.replicas_per_host * len(scheduler.hosts)
+    if scheduler.hosts and config.orchestrator.replicas > places:
+        yield Problem(
+            ("scheduler.replicas_per_host", "scheduler.hosts", "orchestrator.replicas"),
+            f"{said('scheduler.replicas_per_host')} on {len(scheduler.hosts)} hosts are {places} replicas at most, but "
+            f"{said('orchestrator.replicas')}",
+        )
+    for key in ("orchestrator.advertise_host", "lighthouse.host"):
+        if _is_loopback(value_of(config, key)):
+            yield Problem(
+                (key, "scheduler.kind"),
+                f"{said(key)} is not reached from other hosts: leave it empty, or give this machine's address",
+            )
+    if config.peer_ckpt.advertise_host:
+        yield Problem(
+            ("peer_ckpt.advertise_host", "scheduler.kind"),
+            f"{said('peer_ckpt.advertise_host')} can be the name of one host only: leave it empty",
         )
 
 
@@ -383,6 +435,8 @@ def _faults(config: RunConfig) -> Iterator[Problem]:
                     ("faults.at", key),
                     f'faults.at: "{text}" strikes {what} {number}, but {said(key)}; they count from 0',
                 )
+        if fault.kind == "host" and config.scheduler.kind == "local":
+            yield Problem(("faults.at", "scheduler.kind"), f'faults.at: "{text}" {_ITS_OWN_HOST}')
         if fault.step > config.training.steps:
             yield Problem(
                 ("faults.at", "training.steps"),
@@ -393,6 +447,8 @@ def _faults(config: RunConfig) -> Iterator[Problem]:
             check_kind(kind)
         except ConfigError as error:
             yield Problem(("faults.kinds",), f"faults.kinds: {error}")
+        if kind == "host" and config.scheduler.kind == "local":
+            yield Problem(("faults.kinds", "scheduler.kind"), f'faults.kinds: "host" {_ITS_OWN_HOST}')
     if faults.every_s and not faults.kinds:
         yield Problem(
             ("faults.kinds", "faults.every_s"),
@@ -410,6 +466,16 @@ def _is_address(address: str) -> bool:
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port is not None
     except ValueError:
         return False
+
+
+def _is_host(host: str) -> bool:
+    user, at, name = host.rpartition("@")
+    # What begins with a hyphen would be an option of the remote shell.
+    return bool(name) and bool(user) == bool(at) and not host.startswith("-") and not any(map(str.isspace, host))
+
+
+def _is_loopback(host: str) -> bool:
+    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def _said(config: RunConfig, key: str) -> str:

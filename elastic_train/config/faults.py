@@ -23,9 +23,8 @@ KINDS: tuple[str, ...] = (
     "slow",
     "replica_actor",
     "lighthouse",
+    "host",
 )
-# Part of the grammar, so a file may name them one day; nothing injects them today.
-_NOT_YET: frozenset[str] = frozenset({"host"})
 
 _FORM = re.compile(r"(?P<replica>\d+)\.(?P<rank>\d+)@(?P<step>\d+)(?:/(?P<point>\w+))?:(?P<kind>\w+)", re.ASCII)
 
@@ -67,8 +66,7 @@ def check_kind(kind: str) -> None:
     """Raises a ConfigError for a kind that cannot be injected."""
     if kind in KINDS:
         return
-    problem = "is not supported yet" if kind in _NOT_YET else f"is unknown{_hint(kind, KINDS)}"
-    raise ConfigError(f'fault kind "{kind}" {problem}: use one of {", ".join(KINDS)}')
+    raise ConfigError(f'fault kind "{kind}" is unknown{_hint(kind, KINDS)}: use one of {", ".join(KINDS)}')
 
 
 def _hint(word: str, known: tuple[str, ...]) -> str:

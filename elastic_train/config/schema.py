@@ -55,6 +55,10 @@ class OrchestratorConfig:
     finish_timeout_s: Positive = 60.0
     """How long the others get once the first replica has trained to the end."""
 
+    advertise_host: str = ""
+    """Address of this machine, under which other hosts reach it; empty: loopback with the local scheduler, else the
+    one from which this machine reaches the first of scheduler.hosts."""
+
     drain_timeout_s: NonNegative = 60.0
     """How long an interrupted run trains on to its next sync, before what was trained since the last one is given up
     and the state of that one is written."""
@@ -67,8 +71,9 @@ class LighthouseConfig:
     address: str = ""
     """A Lighthouse that somebody else runs, as http://host:port; empty: the run starts its own."""
 
-    host: Name = "127.0.0.1"
-    """Address at which our Lighthouse and the registry of the replicas listen, and under which replicas reach them."""
+    host: str = ""
+    """Address at which our Lighthouse and the registry of the replicas listen, and under which replicas reach them;
+    empty: that of orchestrator.advertise_host."""
 
     port: Port = 0
     """Port at which our Lighthouse listens; 0: any that is free."""
@@ -203,8 +208,8 @@ class PeerCkptConfig:
     """Parts in which torchft's transport fetches the state at the same time; 0: in one piece."""
 
     advertise_host: str = ""
-    """Name or address at which a host listens for its peers, and under which they reach it; empty: loopback with the
-    local scheduler, else the host's name."""
+    """Name or address at which this machine listens for peers, and under which they reach it, with the local scheduler;
+    empty: loopback. With others, each host has its own."""
 
     tls_certificate: str = ""
     """PEM file with the certificate that every process shows; empty: what peers send each other is not encrypted."""
@@ -224,7 +229,8 @@ class RecoveryConfig:
     """Restarts on the same host before a new allocation is asked for."""
 
     reallocations: Count = 2
-    """New allocations before the replica is given up; with the local scheduler they are on the same host."""
+    """New allocations before the replica is given up; with the local scheduler they are on the same host, with others
+    on one that has not failed, if there is one."""
 
     restores: Count = 3
     """How often all replicas may go back to the last durable snapshot together, once none of them holds the state any
@@ -269,6 +275,13 @@ class RecoveryConfig:
     """A process whose heartbeat thread is silent for so long is stopped or holds the interpreter's lock, and counts as
     hanging whatever it is doing; until its first inner step is done it gets four times as long."""
 
+    host_timeout_s: Positive = 10.0
+    """A host other than this one that answers nothing for so long is lost: its replicas have failed."""
+
+    isolation_timeout_s: Positive = 20.0
+    """A replica on another host that has not heard from the controller for so long ends itself, with all its processes.
+    Its slot is not started elsewhere before that must have happened."""
+
     preemption_grace_s: NonNegative = 20.0
     """How long a replica trains on to its next sync after a process of it was told by SIGTERM that its host is about to
     be taken away; if the sync is farther off, it ends at once. Must be shorter than the scheduler's own grace."""
@@ -299,8 +312,29 @@ class FaultsConfig:
 class SchedulerConfig:
     """Who gives the hosts."""
 
-    kind: Literal["local"] = "local"
-    """local: all replicas on this machine."""
+    kind: Literal["local", "ssh"] = "local"
+    """local: all replicas on this machine; ssh: on scheduler.hosts, which a remote shell reaches."""
+
+    hosts: Strings = ()
+    """Hosts for the replicas, each a name or an address, with user@ before it if need be."""
+
+    replicas_per_host: Count = 0
+    """Most replicas on one host at a time, which share its cores and accelerators; 0: so many that all fit on all
+    hosts, evenly. With more places than replicas there are hosts in reserve."""
+
+    ssh_command: Name = "ssh -o BatchMode=yes"
+    """Remote shell: it is called with a host and a command for the shell there. What it is given as input must reach
+    the command, and end there when it ends here."""
+
+    python: str = ""
+    """Interpreter on the hosts, in whose environment the same elastic_train is installed; empty: the path of the one
+    that runs here."""
+
+    start_timeout_s: Positive = 60.0
+    """How long a host may take to start what gives it processes, before another is tried."""
+
+    cool_down_s: NonNegative = 60.0
+    """How long a host that has failed is left alone, unless no other is free."""
 
 
 @section
@@ -381,6 +415,13 @@ class RunConfig:
 
     scheduler: SchedulerConfig = SchedulerConfig()
     """Who gives the hosts."""
+
+    @property
+    def replicas_per_host(self) -> int:
+        """Most replicas that share a host."""
+        if self.scheduler.kind == "local":
+            return self.orchestrator.replicas
+        return self.scheduler.replicas_per_host or -(-self.orchestrator.replicas // max(1, len(self.scheduler.hosts)))
 
     @property
     def data_parallel_degree(self) -> int:

@@ -21,6 +21,7 @@ from elastic_train.lighthouse.probe import answers
 from elastic_train.orchestrator.end import RunEnd
 from elastic_train.orchestrator.held_port import HeldPort
 from elastic_train.orchestrator.lighthouse_process import LighthouseProcess
+from elastic_train.orchestrator.scheduler.local import this_machine
 from elastic_train.orchestrator.slot import RunContext
 from elastic_train.peer_ckpt.roll import Roll
 from elastic_train.replica.watch.process_end import ProcessEnd
@@ -81,10 +82,9 @@ class LighthouseKeeper:
         """
         run = self._run
         run.token = secrets.token_hex(_TOKEN_BYTES)
-        if run.scheduler.loopback:
-            self._ports = self._hold_ports()
+        self._ports = self._hold_ports()
         if self._make is None:
-            allocation = await run.scheduler.allocate("lighthouse")
+            allocation = this_machine("lighthouse", run.config.lighthouse.host)
             self._make = lambda number: LighthouseProcess(run, allocation, number)
         listening = await self._start(Roll())
         run.lighthouse, run.registry = listening.lighthouse, listening.registry

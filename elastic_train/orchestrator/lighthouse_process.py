@@ -64,8 +64,7 @@ class LighthouseProcess:
                 f"the Lighthouse cannot listen on {settings.host}:{ports.lighthouse}: "
                 "set lighthouse.port to a free port, or to 0 for any"
             ) from error
-        if self._run.scheduler.loopback:
-            self._watch = ProcessWatch(listening.process)
+        self._watch = ProcessWatch(listening.process)
         return listening
 
     async def ended(self) -> ProcessEnd:
@@ -86,7 +85,7 @@ class LighthouseProcess:
             serving.cancel()
 
     def kill(self) -> None:
-        """End it at once, whatever it does; nothing on another host, where only ``stop`` reaches it."""
+        """End it at once, whatever it does."""
         if self._watch is not None:
             kill_process(self._watch.process)
 

@@ -219,6 +219,8 @@ class OrchestrationManager:
                 "ok": False,
                 "text": f"there are {len(self._slots)} replicas of {ranks} ranks, counted from 0",
             }
+        if spec.kind == "host" and self._run.scheduler.is_local:
+            return {"ok": False, "text": "the replicas run on the controller's own host, which may not fail"}
         self._run.log.emit("control", request="inject", replica=spec.replica, rank=spec.rank, kind=spec.kind)
         slot = self._slots[spec.replica]
         # One that is on its way back would take it later, when nobody expects it any more.

@@ -34,15 +34,15 @@ def configure(environ: MutableMapping[str, str] = os.environ) -> None:
         environ.setdefault(name, value)
 
 
-def trainer_environment(*, replicas: int, procs: int, cores: int, one_machine: bool) -> dict[str, str]:
-    """Variables for the trainer processes of every replica.
+def trainer_environment(*, replicas: int, procs: int, cores: int, interface: str) -> dict[str, str]:
+    """Variables for the trainer processes on one host, each of which gets its share of the cores.
 
-    Where all replicas share a machine, each process gets its share of the cores, and gloo stays on the loopback
-    interface.
+    Args:
+        replicas: those that share the host.
+        interface: the network's, over which they reach their peers; "": that is left to the libraries.
     """
     environment = {"TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
-    sharing = replicas * procs if one_machine else procs
-    environment["OMP_NUM_THREADS"] = str(max(1, cores // sharing))
-    if one_machine:
-        environment["GLOO_SOCKET_IFNAME"] = "lo"
+    environment["OMP_NUM_THREADS"] = str(max(1, cores // (replicas * procs)))
+    if interface:
+        environment["GLOO_SOCKET_IFNAME"] = interface
     return environment

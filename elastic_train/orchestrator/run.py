@@ -15,6 +15,7 @@ from elastic_train.clock import SystemClock
 from elastic_train.config import EnvironmentProblem, RunConfig
 from elastic_train.events import EventLog, LineFile, Record
 from elastic_train.orchestrator import accelerators, monarch_env, runfolder
+from elastic_train.orchestrator.addresses import bracketed, with_addresses
 from elastic_train.orchestrator.end import RunEnd
 from elastic_train.orchestrator.interruption import Interruption
 from elastic_train.orchestrator.resume import find_snapshot
@@ -56,10 +57,10 @@ def run(
     """
     _check_datasets(config)
     check_tokenizer(config.model.hf_assets_path)
-    _check_port(config)
     _check_accelerators(config)
     _check_tls(config)
-    config = _with_seed(config)
+    config = with_addresses(_with_seed(config))
+    _check_port(config)
     snapshot, passed = (None, []) if resume is None else find_snapshot(config, resume)
     if snapshot is not None:
         passed.append(f"the run goes on from {snapshot.path} (step {snapshot.facts.step} of {config.training.steps})")
@@ -105,7 +106,10 @@ async def _run(
     clock = SystemClock()
     log = EventLog(folder.events, clock)
     log.subscribe(view.on_event)
-    scheduler = make_scheduler(config.scheduler)
+    if config.scheduler.kind != "local":
+        # Before anything else of Monarch's: other hosts must reach this process.
+        monarch.actor.enable_transport(f"tcp://{bracketed(config.orchestrator.advertise_host)}:0")
+    scheduler = make_scheduler(config, folder.path / "logs" / "hosts", lambda text: log.emit("note", text=text))
     context = RunContext(
         config=config,
         folder=folder,
@@ -114,7 +118,6 @@ async def _run(
         clock=clock,
         scheduler=scheduler,
         generation=Generation(barrier=ColdStart(config.orchestrator.replicas), snapshot=snapshot),
-        host=config.peer_ckpt.advertise_host or ("127.0.0.1" if scheduler.loopback else socket.gethostname()),
         on_metrics=[view.on_metrics],
     )
     for note in notes:
@@ -141,6 +144,9 @@ def _check_datasets(config: RunConfig) -> None:
 
 
 def _check_accelerators(config: RunConfig) -> None:
+    if config.scheduler.kind != "local":
+        # Each host sees to its own.
+        return
     found = accelerators.find(os.environ)
     found.check(config.orchestrator.replicas, config.orchestrator.procs_per_replica)
     if config.diloco.backend == "nccl" and not found.ids:

@@ -46,6 +46,8 @@ from elastic_train.replica.watch.process_watch import ProcessId, end_all, is_ali
 logger = logging.getLogger(__name__)
 
 _TELL_AGAIN_S = 1.0
+_TO_END_S = 2.0
+"""How much longer than agreed a replica that hears nothing may take to end itself."""
 _STANDBY_PAUSE_S = 5.0
 _STANDBY_PAUSE_MAX_S = 300.0
 """Before another standby is made for one that was lost or could not be made; it doubles with each in a row."""
@@ -75,8 +77,6 @@ class RunContext:
     scheduler: Scheduler
     generation: Generation
     """The present one."""
-    host: str
-    """Name under which replicas reach each other."""
     on_metrics: list[Callable[[Record], None]]
     """Called with every record of metrics.jsonl."""
     lighthouse: str = ""
@@ -141,6 +141,9 @@ class ReplicaSlot:
         """To which the current incarnation belongs."""
         self._running_since: float | None = None
         self._offsets = (0, 0)
+        """How far the segment of the present allocation was read."""
+        self._silent_since: float | None = None
+        """When the host of the present allocation, if it is another than this one, was last heard."""
         self._background: set[asyncio.Future[None]] = set()
         self._step = 0
         self._pumping = asyncio.Lock()
@@ -220,7 +223,7 @@ class ReplicaSlot:
                     # A dead supervisor shows in the call that is pending on it; its successor reads on from here.
                     logger.info("replica %d: its events could not be read: %s", self.slot, error)
                     return
-                if part.offsets == self._offsets:
+                if part.offsets == self._offsets or incarnation is not self._incarnation:
                     return
                 self._take(part)
 
@@ -270,11 +273,13 @@ class ReplicaSlot:
         await self.pump()
         return failure is None
 
-    async def shut_down(self, grace_s: float | None = None) -> None:
+    async def shut_down(self, grace_s: float | None = None, *, failed: bool = False, surely: bool = False) -> None:
         """End the slot's processes and give its hosts back.
 
         Args:
             grace_s: how long they may take to end by themselves; None: ``recovery.stop_timeout_s``.
+            failed: whether the next allocation had better be on other hosts.
+            surely: whether to wait until nothing is left on a host that is lost, so that others may count on it.
         """
         if grace_s is None:
             grace_s = self._run.config.recovery.stop_timeout_s
@@ -284,13 +289,30 @@ class ReplicaSlot:
             await self._supervisor.close(grace_s)
             await self.pump()
             supervisor, self._supervisor = self._supervisor, None
+            self._silent_since = supervisor.heard_at
             await supervisor.stop()
-        if self._run.scheduler.loopback:
+        if self._run.scheduler.is_local:
             # A ReplicaActor that died left nobody else to end its ranks.
             await self._end_ranks()
-        if self._allocation is not None:
-            await self._run.scheduler.release(self._allocation)
-            self._allocation = None
+        if (allocation := self._allocation) is None:
+            return
+        within_s = self._isolated_in_s() if surely else 0.0
+        await self._run.scheduler.release(allocation, failed=failed, within_s=within_s)
+        self._allocation = None
+        if surely and not allocation.is_here:
+            await self._tell_end(self._number)
+
+    def _isolated_in_s(self) -> float:
+        """Seconds until a replica on another host that hears nothing must have ended itself."""
+        if self._silent_since is None:
+            return 0.0
+        ends_at = self._silent_since + self._run.config.recovery.isolation_timeout_s + _TO_END_S
+        return max(0.0, ends_at - self._run.clock.monotonic())
+
+    async def _tell_end(self, number: int) -> None:
+        """Let the registry know that nothing is left of the incarnations up to that one."""
+        if self._run.registry and number >= 0:
+            await asyncio.to_thread(self._run.directory.ended, self.slot, number)
 
     async def _tell_retired(self) -> None:
         """Let the others take over the data of this slot, which nobody reads any more."""
@@ -306,8 +328,8 @@ class ReplicaSlot:
             logger.error("replica %d: %s", self.slot, error)
             return
         # Processes of the current incarnation that nobody has heard of yet may still live.
-        if self._run.registry and self._holder == self._number >= 0:
-            await asyncio.to_thread(self._run.directory.ended, self.slot, self._holder)
+        if self._holder == self._number:
+            await self._tell_end(self._holder)
 
     def apply(self, trigger: Trigger) -> None:
         """Move the slot's state, and say so in the log."""
@@ -335,11 +357,13 @@ class ReplicaSlot:
         self._run.log.emit("allocation_requested", replica=self.slot)
         self._allocation = await self._run.scheduler.allocate(name)
         self._run.log.emit("allocation_granted", replica=self.slot, hosts=list(self._allocation.hosts))
+        self._offsets, self._silent_since = (0, 0), None
         self.apply(Trigger.ALLOCATED)
 
     async def _live(self) -> Ending | ReplicaFailure:
         """One incarnation, from its processes' start to its end."""
-        run = self._run
+        run, allocation = self._run, self._allocation
+        assert allocation is not None, "whoever lives has hosts"
         self._number += 1
         self._trains.clear()
         run.turns.starts(self.slot)
@@ -354,13 +378,14 @@ class ReplicaSlot:
             number=self._number,
             joining=generation.barrier.released,
             lighthouse=run.lighthouse,
-            host=run.host,
+            host=allocation.address,
+            place=allocation.place,
             fired=frozenset(run.fired),
             registry=run.registry,
             token=run.token,
             resume=generation.snapshot,
             restores=generation.number,
-            environment=self._environment(),
+            environment=self._environment() if allocation.is_here else (),
         )
         try:
             return await generation.unless_over(self._train_to_end(incarnation, generation))
@@ -420,10 +445,9 @@ class ReplicaSlot:
             replicas=settings.replicas,
             procs=settings.procs_per_replica,
             cores=os.cpu_count() or 1,
-            one_machine=self._run.scheduler.loopback,
+            interface="lo",
         )
-        if self._run.scheduler.loopback:
-            environment |= find(os.environ).share(self.slot, settings.procs_per_replica)
+        environment |= find(os.environ).share(self.slot, settings.procs_per_replica)
         return tuple(environment.items())
 
     async def _unless_too_late(self, start: Awaitable[ReplicaFailure | None]) -> ReplicaFailure | None:
@@ -459,13 +483,16 @@ class ReplicaSlot:
                 f"replica_actor_{self.slot}_{self._number}",
                 self.slot,
                 self._run.folder.path,
-                on_this_host=self._run.scheduler.loopback,
+                config=self._run.config,
+                scheduler=self._run.scheduler,
+                clock=self._run.clock,
             )
         return self._supervisor
 
     def _supervisor_lost(self, lost: SupervisorLost) -> ReplicaFailure:
         supervisor, self._supervisor = self._supervisor, None
         if supervisor is not None:
+            self._silent_since = supervisor.heard_at
             # Its process may have outlived the actor, and stopping a dead one can take long.
             stopping = asyncio.ensure_future(supervisor.stop())
             self._background.add(stopping)
@@ -495,6 +522,8 @@ class ReplicaSlot:
         name = event["event"]
         if name == "fault_injected":
             self._run.fired.add(event["spec"])
+            if event["kind"] == "host" and self._allocation is not None:
+                self._run.scheduler.strike(self._allocation)
         if name == "standby_started":
             # Whichever incarnation it was begun beside.
             self._standing_by = list(zip(event["pids"], event["created"], strict=True))
@@ -588,7 +617,7 @@ class ReplicaSlot:
                 )
                 if isinstance(decision, Reallocate):
                     # Before the pause: peers may have to wait until nothing is left of it.
-                    await self._give_hosts_back(failure.cause)
+                    await self._give_hosts_back(failure.cause, failed=decision.exclude_host)
                 await self._pause(decision.delay_s)
                 if self._is_draining():
                     return self._interrupted(failure)
@@ -606,7 +635,7 @@ class ReplicaSlot:
         with contextlib.suppress(GenerationOver):
             await self._generation.unless_over(pausing())
 
-    async def _give_hosts_back(self, cause: str) -> None:
+    async def _give_hosts_back(self, cause: str, *, failed: bool = False) -> None:
         if cause in _HOSTS_ARE_LOST and self._allocation is not None:
             self._run.log.emit(
                 "allocation_lost",
@@ -615,7 +644,7 @@ class ReplicaSlot:
                 hosts=list(self._allocation.hosts),
                 cause=cause,
             )
-        await self.shut_down()
+        await self.shut_down(failed=failed, surely=True)
 
     async def _retire(self, cause: str) -> SlotEnd:
         self._run.log.emit("replica_retired", replica=self.slot, incarnation=self._number, cause=cause)
@@ -623,6 +652,8 @@ class ReplicaSlot:
         self._run.generation.barrier.give_up(self.slot)
         await self._give_hosts_back(cause)
         # Not before its processes are gone: from then on others read its data.
-        if self._run.registry and not any(is_alive(process) for process in self._processes):
+        if self._run.registry and not (
+            self._run.scheduler.is_local and any(is_alive(process) for process in self._processes)
+        ):
             self._telling = asyncio.ensure_future(self._tell_retired())
         return SlotEnd(state=self.state, cause=cause, reason=self._failures[-1].error)

@@ -7,8 +7,11 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from elastic_train.clock import Clock
+from elastic_train.config import RunConfig
 from elastic_train.futures import result, within
-from elastic_train.orchestrator.scheduler import Allocation
+from elastic_train.orchestrator.host_watch import HostWatch
+from elastic_train.orchestrator.scheduler import Allocation, Scheduler
 from elastic_train.replica.actor import ReplicaActor
 from elastic_train.replica.watch.process_end import ProcessEnd, of_process, of_status
 from elastic_train.replica.watch.process_watch import ProcessWatch
@@ -36,12 +39,40 @@ class SupervisorLost(Exception):
 class Supervisor:
     """One ReplicaActor in a process of its own."""
 
-    def __init__(self, allocation: Allocation, name: str, slot: int, run_dir: Path, *, on_this_host: bool) -> None:
+    def __init__(
+        self,
+        allocation: Allocation,
+        name: str,
+        slot: int,
+        run_dir: Path,
+        *,
+        config: RunConfig,
+        scheduler: Scheduler,
+        clock: Clock,
+    ) -> None:
+        isolation_s = None if allocation.is_here else config.recovery.isolation_timeout_s
         self._mesh = allocation.mesh.spawn_procs({"replica": 1}, name=name)
-        self._actor = self._mesh.spawn("replica", ReplicaActor, slot, run_dir)
-        self._on_this_host = on_this_host
+        self._actor = self._mesh.spawn("replica", ReplicaActor, slot, run_dir, allocation.place, isolation_s)
+        self._on_this_host = allocation.is_here
+        self._host: HostWatch | None = None
+        self._host_lost: asyncio.Future[str] | None = None
+        if not allocation.is_here:
+            self._host = HostWatch(
+                lambda heard: result(self._actor.hold.call_one(heard)),
+                lambda: scheduler.lost(allocation),
+                timeout_s=config.recovery.host_timeout_s,
+                start_s=config.scheduler.start_timeout_s,
+                clock=clock,
+            )
+            self._host_lost = asyncio.ensure_future(self._host.lost())
+        self._hosts = ", ".join(allocation.hosts)
         self._watch: ProcessWatch | None = None
         self._getting_known = asyncio.Lock()
+
+    @property
+    def heard_at(self) -> float | None:
+        """When another host was last heard, by the clock; None on this one."""
+        return None if self._host is None else self._host.heard_at
 
     async def ask(self, endpoint: str, *arguments: Any) -> Any:
         """What the actor answers, however long it takes.
@@ -72,6 +103,8 @@ class Supervisor:
 
     async def close(self, grace_s: float) -> None:
         """End the replica's processes; the actor goes on answering."""
+        if self._host_lost is not None and self._host_lost.done():
+            return
         ending = self._actor.shut_down.call_one(grace_s)
         await within(grace_s + _ANSWER_S, ending, "a replica does not shut down")
 
@@ -79,6 +112,8 @@ class Supervisor:
         """End the actor's process."""
         if self._watch is not None:
             self._watch.close()
+        if self._host_lost is not None:
+            self._host_lost.cancel()
         await within(_ANSWER_S, self._mesh.stop("its slot is done with it"), "a supervisor does not stop")
 
     async def _answer(self, endpoint: str, arguments: tuple[Any, ...]) -> Any:
@@ -99,12 +134,23 @@ class Supervisor:
             gone.cancel()
 
     async def _ended(self) -> None:
-        """Returns when the actor's process has ended; never for one on another host, where Monarch has to tell."""
+        """Returns when the actor's process has ended; for one on another host, when that is lost: else Monarch has to
+        tell."""
+        if self._host_lost is not None:
+            await asyncio.wait({self._host_lost})
+            return
         while self._watch is None or not self._watch.ended:
             await asyncio.sleep(_LOOK_S)
 
     async def _end(self, report: str) -> ProcessEnd | None:
         """How the process ended, by the kernel or by Monarch's report; None if it runs, or nobody saw."""
+        if self._host_lost is not None:
+            # Monarch may hear of it first.
+            await asyncio.wait({self._host_lost}, timeout=_TOLD_S)
+            if self._host_lost.done() and not self._host_lost.cancelled():
+                return ProcessEnd(
+                    cause="host_lost", error=f"is lost with its host {self._hosts}: {self._host_lost.result()}"
+                )
         if self._watch is not None:
             for _ in range(round(_TOLD_S / _LOOK_S)):
                 if (status := self._watch.status()) is not None:

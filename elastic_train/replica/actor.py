@@ -28,6 +28,7 @@ from elastic_train.peer_ckpt.directory import Directory
 from elastic_train.peer_ckpt.tls import tls_of
 from elastic_train.process_log import print_to
 from elastic_train.replica.ending import Ending
+from elastic_train.replica.isolation import Fence, end_host
 from elastic_train.replica.memory_files import MemoryFiles, keeps_memory
 from elastic_train.replica.procs import Procs
 from elastic_train.replica.rank import (
@@ -78,10 +79,17 @@ class SegmentPart:
 class ReplicaActor(Actor):
     """Owns the processes of one incarnation at a time, and those of a standby beside them."""
 
-    def __init__(self, slot: int, run_dir: Path) -> None:
+    def __init__(self, slot: int, run_dir: Path, place: str = "", isolation_s: float | None = None) -> None:
+        """
+        Args:
+            place: as ``Incarnation.place``.
+            isolation_s: how long it may go on without the controller; None: on the controller's own host, where it
+                ends with it.
+        """
         print_to(supervisor_log_path(run_dir, slot))
         self._slot = slot
-        self._writer = EventWriter(SegmentPaths.of(run_dir, slot).events, SystemClock(), replica=slot)
+        self._writer = EventWriter(SegmentPaths.of(run_dir, slot, place).events, SystemClock(), replica=slot)
+        self._fence = None if isolation_s is None else Fence(isolation_s, end_host)
         self._incarnation: Incarnation | None = None
         self._replaced: Incarnation | None = None
         """One that is being ended in favour of the next, though it had not failed."""
@@ -123,6 +131,11 @@ class ReplicaActor(Actor):
     async def identity(self) -> ProcessId:
         """This process, which others may want to watch."""
         return os.getpid(), psutil.Process().create_time()
+
+    @concurrent_endpoint
+    async def hold(self, heard: int) -> int:
+        """The controller is there, and has got the answer of that number (0: none yet); the number of this one."""
+        return 0 if self._fence is None else self._fence.renew(heard)
 
     @concurrent_endpoint
     async def start(self, incarnation: Incarnation, handle: Any) -> ReplicaFailure | None:
@@ -234,7 +247,7 @@ class ReplicaActor(Actor):
     @concurrent_endpoint
     async def read_segment(self, incarnation: Incarnation, offsets: tuple[int, int]) -> SegmentPart:
         """Hand over what this replica's processes wrote to their host's disk."""
-        paths = SegmentPaths.of(incarnation.run_dir, self._slot)
+        paths = SegmentPaths.of(incarnation.run_dir, self._slot, incarnation.place)
         events, events_offset = read_records(paths.events, offsets[0])
         metrics, metrics_offset = read_records(paths.metrics, offsets[1])
         return SegmentPart(events=events, metrics=metrics, offsets=(events_offset, metrics_offset))
@@ -286,7 +299,7 @@ class ReplicaActor(Actor):
         """Take over processes on this host whose ReplicaActor died, perhaps before it could tell anybody of them."""
         if self._incarnation is not None:
             return
-        events = read_all(SegmentPaths.of(incarnation.run_dir, self._slot).events)
+        events = read_all(SegmentPaths.of(incarnation.run_dir, self._slot, incarnation.place).events)
         for name in ("procs_started", "standby_started"):
             started = [event for event in events if event["event"] == name]
             if started:
@@ -296,7 +309,7 @@ class ReplicaActor(Actor):
 
     def _fired_here(self, incarnation: Incarnation) -> frozenset[str]:
         """Faults that acted on this host, also one that the controller cannot know of: it ended its messenger."""
-        events = read_all(SegmentPaths.of(incarnation.run_dir, self._slot).events)
+        events = read_all(SegmentPaths.of(incarnation.run_dir, self._slot, incarnation.place).events)
         return frozenset(event["spec"] for event in events if event["event"] == "fault_injected")
 
     # -- one incarnation -------------------------------------------------------------------------------------------

@@ -95,8 +95,8 @@ class FaultPlan:
                 self.slow_down()
             case "replica_actor":
                 os.kill(self._supervisor_pid, signal.SIGKILL)
-            case "lighthouse":
-                # Its process is the controller's, which ends it when it reads of the fault.
+            case "lighthouse" | "host":
+                # The controller ends them when it reads of the fault.
                 return
             case other:
                 raise ValueError(f"no way to inject a fault of kind {other!r} into a rank")

@@ -40,20 +40,25 @@ class Incarnation:
     """Process of the ReplicaActor."""
     memory: tuple[str, ...] = ()
     """Files in which its ranks' host copies outlive them, by rank; empty: they do not."""
+    place: str = ""
+    """Name of its part of another host, that nobody had before; empty: it runs on the controller's own."""
     remains: tuple[str, ...] = ()
     """Those of an earlier incarnation on this host; empty: there are none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentPaths:
-    """The files that the processes of one replica write on their own host, until the controller merges them."""
+    """The files that the processes of one replica write on their own host, until the controller merges them.
+
+    Hosts may share the file system, so those on other hosts than the controller's have a folder for each allocation.
+    """
 
     events: Path
     metrics: Path
 
     @classmethod
-    def of(cls, run_dir: Path, slot: int) -> SegmentPaths:
-        folder = run_dir / "segments"
+    def of(cls, run_dir: Path, slot: int, place: str = "") -> SegmentPaths:
+        folder = run_dir / "segments" / place
         return cls(events=folder / f"replica_{slot}.events.jsonl", metrics=folder / f"replica_{slot}.metrics.jsonl")
 
 

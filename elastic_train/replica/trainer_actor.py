@@ -105,7 +105,7 @@ class TrainerActor(Actor):
 
     def _build(self) -> None:
         incarnation, rank = self._incarnation, self._rank
-        paths = SegmentPaths.of(incarnation.run_dir, incarnation.slot)
+        paths = SegmentPaths.of(incarnation.run_dir, incarnation.slot, incarnation.place)
         events = EventWriter(
             paths.events, SystemClock(), replica=incarnation.slot, incarnation=incarnation.number, rank=rank
         )

@@ -164,7 +164,60 @@ CONTRADICTIONS = {
     ),
     "manager port": (
         {"diloco.manager_port": "29512"},
-        "diloco.manager_port = 29512 can serve only one replica on this machine",
+        "diloco.manager_port = 29512 can serve only one replica on a machine",
+    ),
+    "manager port on a shared host": (
+        {"diloco.manager_port": "29512", "scheduler.kind": "ssh", "scheduler.hosts": '["a"]'},
+        "diloco.manager_port = 29512 can serve only one replica on a machine",
+    ),
+    "host and isolation": (
+        {"recovery.host_timeout_s": "20"},
+        "recovery.host_timeout_s = 20.0 must be shorter than recovery.isolation_timeout_s = 20.0: ",
+    ),
+    "hosts of the local scheduler": (
+        {"scheduler.hosts": '["a"]'},
+        'scheduler.hosts = ["a"] has no meaning with scheduler.kind = "local"',
+    ),
+    "no hosts": (
+        {"scheduler.kind": "ssh"},
+        'scheduler.kind = "ssh" needs at least one host in scheduler.hosts',
+    ),
+    "an option for a host": (
+        {"scheduler.kind": "ssh", "scheduler.hosts": '["-oProxyCommand=x"]'},
+        'scheduler.hosts: "-oProxyCommand=x" is no host',
+    ),
+    "a user without a host": (
+        {"scheduler.kind": "ssh", "scheduler.hosts": '["me@"]'},
+        'scheduler.hosts: "me@" is no host',
+    ),
+    "a host twice": (
+        {"scheduler.kind": "ssh", "scheduler.hosts": '["a", "a"]'},
+        'scheduler.hosts names "a" more than once',
+    ),
+    "more replicas than places": (
+        {
+            "scheduler.kind": "ssh",
+            "scheduler.hosts": '["a", "b"]',
+            "scheduler.replicas_per_host": "1",
+            "orchestrator.replicas": "3",
+        },
+        "scheduler.replicas_per_host = 1 on 2 hosts are 2 replicas at most, but orchestrator.replicas = 3",
+    ),
+    "loopback for other hosts": (
+        {"scheduler.kind": "ssh", "scheduler.hosts": '["a"]', "lighthouse.host": "127.0.0.1"},
+        'lighthouse.host = "127.0.0.1" is not reached from other hosts',
+    ),
+    "one name for several hosts": (
+        {"scheduler.kind": "ssh", "scheduler.hosts": '["a"]', "peer_ckpt.advertise_host": "a"},
+        'peer_ckpt.advertise_host = "a" can be the name of one host only',
+    ),
+    "the fault of the controller's host": (
+        {"faults.at": '["0.0@5:host"]'},
+        'faults.at: "0.0@5:host" would end this machine',
+    ),
+    "random faults of the controller's host": (
+        {"faults.kinds": '["host"]'},
+        'faults.kinds: "host" would end this machine',
     ),
     "address": (
         {"lighthouse.address": "head:29510"},
@@ -431,6 +484,16 @@ def test_layer_counts_of_old_files_are_accepted_with_a_note(load):
     assert load({"activation_checkpoint.selective_ac_option": "2", "activation_checkpoint.mode": "none"}).notes == ()
 
 
+def test_hosts_are_shared_out_evenly(load):
+    hosts = {"scheduler.kind": "ssh", "scheduler.hosts": '["a", "me@b"]', "faults.at": '["0.0@5:host"]'}
+    shares = {
+        replicas: load(hosts | {"orchestrator.replicas": str(replicas)}).config.replicas_per_host
+        for replicas in (1, 2, 3, 5)
+    }
+    assert shares == {1: 1, 2: 1, 3: 2, 5: 3}
+    assert load({"orchestrator.replicas": "3"}).config.replicas_per_host == 3
+
+
 def test_the_size_of_buckets_is_noted_where_there_are_none(load):
     assert load(STOCK).notes == load({"diloco.bucket_mb": "64"}).notes == ()
     assert load(STOCK | {"diloco.bucket_mb": "64"}).notes == (
@@ -445,7 +508,8 @@ def test_float8_settings_without_a_converter_are_accepted_with_a_note(load):
 
 def test_shipped_kinds_are_accepted(load):
     kinds = ["kill", "exit", "segfault", "exception", "comms", "hang", "stop"]
-    kinds += ["nan", "bitflip", "slow", "replica_actor", "lighthouse"]
+    kinds += ["nan", "bitflip", "slow", "replica_actor", "lighthouse", "host"]
     faults = [f"0.0@5:{kind}" for kind in kinds]
-    config = load({"faults.at": value_text(faults), "faults.kinds": value_text(kinds)}).config
+    hosts = {"scheduler.kind": "ssh", "scheduler.hosts": '["a"]'}
+    config = load(hosts | {"faults.at": value_text(faults), "faults.kinds": value_text(kinds)}).config
     assert [FaultSpec.parse(text).kind for text in config.faults.at] == kinds

@@ -48,8 +48,3 @@ def test_an_unknown_point_names_the_nearest():
 def test_an_unknown_kind_names_the_nearest():
     with pytest.raises(ConfigError, match=r'fault kind "segfalt" is unknown \(did you mean "segfault"\?\)'):
         FaultSpec.parse("0.0@5:segfalt")
-
-
-def test_a_kind_of_the_grammar_that_is_not_there_yet_says_so():
-    with pytest.raises(ConfigError, match='fault kind "host" is not supported yet: use one of kill, exit'):
-        FaultSpec.parse("0.0@5:host")

@@ -15,7 +15,7 @@ from elastic_train.orchestrator.barrier import ColdStart
 from elastic_train.orchestrator.drain import Drain
 from elastic_train.orchestrator.generation import Generation
 from elastic_train.orchestrator.runfolder import RunFolder
-from elastic_train.orchestrator.scheduler import LocalScheduler
+from elastic_train.orchestrator.scheduler.local import LocalScheduler
 from elastic_train.orchestrator.slot import ReplicaSlot, RunContext
 from elastic_train.replica.durable.folder import DurableSnapshot, Facts
 
@@ -67,7 +67,6 @@ class Scene:
             clock=SystemClock(),
             scheduler=LocalScheduler(),
             generation=Generation(barrier=ColdStart(len(outer_steps)), snapshot=snapshot),
-            host="127.0.0.1",
             on_metrics=[],
         )
         self.fold = RunFold()

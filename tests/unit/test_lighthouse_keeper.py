@@ -17,7 +17,7 @@ from elastic_train.orchestrator import lighthouse_keeper
 from elastic_train.orchestrator.end import RunEnd
 from elastic_train.orchestrator.lighthouse_keeper import LighthouseKeeper
 from elastic_train.orchestrator.runfolder import RunFolder
-from elastic_train.orchestrator.scheduler import LocalScheduler
+from elastic_train.orchestrator.scheduler.local import LocalScheduler
 from elastic_train.orchestrator.slot import RunContext
 from elastic_train.peer_ckpt.directory import Directory
 from elastic_train.peer_ckpt.roll import Roll
@@ -80,7 +80,6 @@ class World:
             clock=self.clock,
             scheduler=LocalScheduler(),
             generation=None,  # type: ignore[arg-type]
-            host=HOST,
             on_metrics=[],
         )
         self.started: list[tuple[Ports, Roll]] = []

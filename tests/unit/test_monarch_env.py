@@ -28,22 +28,20 @@ def test_the_watchdog_waits_longer_than_what_it_watches() -> None:
 
 
 def environment(*, replicas: int = 3, procs: int = 2, **settings: Any) -> dict[str, str]:
-    settings = {"cores": 12, "one_machine": True, **settings}
+    settings = {"cores": 12, "interface": "lo", **settings}
     return trainer_environment(replicas=replicas, procs=procs, **settings)
 
 
 @pytest.mark.parametrize(
-    ("one_machine", "replicas", "procs", "cores", "threads"),
-    [(True, 3, 1, 2, "1"), (True, 2, 1, 8, "4"), (True, 2, 4, 16, "2"), (False, 2, 4, 16, "4"), (False, 9, 8, 4, "1")],
+    ("replicas", "procs", "cores", "threads"),
+    [(3, 1, 2, "1"), (2, 1, 8, "4"), (2, 4, 16, "2"), (1, 4, 16, "4"), (1, 8, 4, "1")],
 )
-def test_ranks_on_a_machine_share_its_cores(
-    one_machine: bool, replicas: int, procs: int, cores: int, threads: str
-) -> None:
-    made = environment(replicas=replicas, procs=procs, cores=cores, one_machine=one_machine)
+def test_ranks_on_a_host_share_its_cores(replicas: int, procs: int, cores: int, threads: str) -> None:
+    made = environment(replicas=replicas, procs=procs, cores=cores)
 
     assert made["OMP_NUM_THREADS"] == threads
 
 
-def test_gloo_stays_on_loopback_only_where_everything_is_there() -> None:
+def test_gloo_takes_the_interface_that_is_known() -> None:
     assert environment()["GLOO_SOCKET_IFNAME"] == "lo"
-    assert "GLOO_SOCKET_IFNAME" not in environment(one_machine=False)
+    assert "GLOO_SOCKET_IFNAME" not in environment(interface="")

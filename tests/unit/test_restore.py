@@ -20,7 +20,7 @@ from elastic_train.orchestrator.generation import Generation, Plea
 from elastic_train.orchestrator.policy import Failure
 from elastic_train.orchestrator.restore import Restorer, last_snapshot
 from elastic_train.orchestrator.runfolder import RunFolder
-from elastic_train.orchestrator.scheduler import LocalScheduler
+from elastic_train.orchestrator.scheduler.local import LocalScheduler
 from elastic_train.orchestrator.slot import ReplicaSlot, RunContext
 from elastic_train.replica.durable.folder import DurableSnapshot, Facts, finish
 from elastic_train.replica.durable.origin import origin_of
@@ -66,7 +66,6 @@ class Scene:
             clock=SystemClock(),
             scheduler=LocalScheduler(),
             generation=Generation(barrier=ColdStart(SLOTS)),
-            host="127.0.0.1",
             on_metrics=[],
         )
         self.replicas = [Replica(slot) for slot in range(SLOTS)]

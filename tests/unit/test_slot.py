@@ -17,7 +17,7 @@ from elastic_train.lighthouse.registry import RegistryServer
 from elastic_train.orchestrator.barrier import ColdStart
 from elastic_train.orchestrator.generation import Generation
 from elastic_train.orchestrator.runfolder import RunFolder
-from elastic_train.orchestrator.scheduler import LocalScheduler
+from elastic_train.orchestrator.scheduler.local import LocalScheduler
 from elastic_train.orchestrator.slot import ReplicaSlot, RunContext
 from elastic_train.peer_ckpt.directory import Directory
 from elastic_train.replica.actor import SegmentPart
@@ -50,7 +50,6 @@ def slot_of_a_lost_actor(folder: Path, registry: str, number: int, *events: dict
         clock=SystemClock(),
         scheduler=LocalScheduler(),
         generation=Generation(barrier=ColdStart(2)),
-        host="127.0.0.1",
         on_metrics=[],
         registry=registry,
         token=TOKEN,

@@ -16,7 +16,7 @@ from elastic_train.orchestrator.barrier import ColdStart
 from elastic_train.orchestrator.generation import Generation
 from elastic_train.orchestrator.manager import OrchestrationManager
 from elastic_train.orchestrator.runfolder import RunFolder
-from elastic_train.orchestrator.scheduler import LocalScheduler
+from elastic_train.orchestrator.scheduler.local import LocalScheduler
 from elastic_train.orchestrator.slot import ReplicaSlot, RunContext, SlotEnd
 from elastic_train.replica.actor import SegmentPart
 from elastic_train.replica.ending import Ending
@@ -29,6 +29,8 @@ KILLED = ReplicaFailure(cause="signal", rank=0, step=9, error="killed by SIGKILL
 
 class Actor:
     """A ReplicaActor. Its replica's training ends when the test says so, each time in its own way."""
+
+    heard_at: float | None = None
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -84,7 +86,6 @@ class Scene:
             clock=SystemClock(),
             scheduler=LocalScheduler(),
             generation=Generation(barrier=ColdStart(2)),
-            host="127.0.0.1",
             on_metrics=[],
         )
         self.actor = Actor()

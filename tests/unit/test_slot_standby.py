@@ -19,7 +19,7 @@ from elastic_train.orchestrator import slot as module
 from elastic_train.orchestrator.barrier import ColdStart
 from elastic_train.orchestrator.generation import Generation
 from elastic_train.orchestrator.runfolder import RunFolder
-from elastic_train.orchestrator.scheduler import LocalScheduler
+from elastic_train.orchestrator.scheduler.local import LocalScheduler
 from elastic_train.orchestrator.slot import ReplicaSlot, RunContext
 from elastic_train.orchestrator.supervisor import SupervisorLost
 from elastic_train.orchestrator.turns import StandbyTurns
@@ -63,7 +63,6 @@ def new_slot(folder: Path, turns: StandbyTurns | None = None) -> ReplicaSlot:
         clock=SystemClock(),
         scheduler=LocalScheduler(),
         generation=Generation(barrier=ColdStart(2)),
-        host="127.0.0.1",
         on_metrics=[],
         turns=turns or StandbyTurns(),
     )

@@ -1,0 +1,143 @@
+"""Replicas on hosts of their own, which are network namespaces: a host dies, a link is cut, loses packets or is slow.
+
+The controller is in the namespace in the middle, through which the hosts reach each other.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from elastic_train.events import Record
+from elastic_train.observe.invariants import violations
+from elastic_train.replica.watch.process_watch import is_alive
+from scripts.launched_run import LaunchedRun
+from scripts.namespaces import HostNetwork, NoNamespaces, command_in, host_network
+
+END_S = 400
+SOON = ("--recovery.host_timeout_s", "6", "--recovery.isolation_timeout_s", "12", "--scheduler.cool_down_s", "5")
+
+OnHosts = Callable[..., LaunchedRun]
+
+
+@pytest.fixture
+def network() -> Iterator[HostNetwork]:
+    try:
+        with host_network(2) as made:
+            yield made
+    except NoNamespaces as reason:
+        pytest.skip(f"hosts are network namespaces here: {reason}")
+
+
+@pytest.fixture
+def launch(network: HostNetwork, tmp_path: Path) -> Iterator[OnHosts]:
+    """Starts a run of two replicas; at the end it may have left no process on any host."""
+    runs: list[LaunchedRun] = []
+
+    def start(steps: int, *flags: str) -> LaunchedRun:
+        shell = f"{sys.executable} -m scripts.host_shell {network.middle.name.removesuffix('-middle')}"
+        hosts = ", ".join(f'"{host.host}"' for host in network.hosts)
+        scheduler = ("--scheduler.kind", "ssh", "--scheduler.hosts", f"[{hosts}]", "--scheduler.ssh_command", shell)
+        replicas = ("--orchestrator.replicas", "2", "--training.steps", str(steps), "--recovery.standby", "false")
+        # The program on a host works in the folder of the controller, whatever that of the test is.
+        run = LaunchedRun(
+            "llama3_tiny.toml",
+            tmp_path / "run",
+            [*scheduler, *replicas, *flags],
+            prefix=("env", f"PYTHONPATH={os.pathsep.join(filter(None, sys.path))}", *command_in(network.middle.name)),
+        )
+        runs.append(run)
+        return run
+
+    yield start
+    leaks = [process for run in runs for process in run.end()]
+    assert not leaks, f"runs that had ended left processes: {leaks}"
+
+
+def named(run: LaunchedRun, *names: str) -> list[Record]:
+    return [event for event in run.events() if event["event"] in names]
+
+
+def committed(run: LaunchedRun, replica: int, outer_step: int) -> Record:
+    return run.wait_for_event(
+        "sync_committed", END_S, lambda e: (e["replica"], e["outer_step"]) == (replica, outer_step)
+    )
+
+
+def check_the_end(run: LaunchedRun) -> None:
+    assert run.wait(END_S) == 0, run.tail()
+    assert {name: found for name, found in violations(run.events()).items() if found} == {}
+
+
+def check_one_loss(run: LaunchedRun, replica: int) -> None:
+    """One replica failed with its host, and came back on a host when the old one could not count any more."""
+    check_the_end(run)
+    (failure,) = named(run, "failure_detected")
+    assert (failure["replica"], failure["cause"]) == (replica, "host_lost")
+    (lost,) = named(run, "allocation_lost")
+    assert lost["replica"] == replica
+    granted = [event["hosts"] for event in named(run, "allocation_granted") if event["replica"] == replica]
+    assert len(granted) == 2
+    assert granted[0] == lost["hosts"]
+    assert [(event["replica"], event["incarnation"]) for event in named(run, "joined")] == [(replica, 1)]
+
+
+def host_of(run: LaunchedRun, network: HostNetwork, replica: int) -> int:
+    granted = run.wait_for_event("allocation_granted", END_S, lambda e: e["replica"] == replica)
+    return [host.host for host in network.hosts].index(granted["hosts"][0])
+
+
+@pytest.mark.timeout(END_S + 60)
+def test_a_host_that_dies_is_replaced_by_another(network: HostNetwork, launch: OnHosts) -> None:
+    # The other host has room for both.
+    run = launch(700, *SOON, "--scheduler.replicas_per_host", "2", "--scheduler.cool_down_s", "600")
+    committed(run, 1, 1)
+    network.end_all(host_of(run, network, 1))
+    check_one_loss(run, 1)
+    granted = [event["hosts"] for event in named(run, "allocation_granted")]
+    assert granted[2] != named(run, "allocation_lost")[0]["hosts"]
+
+
+@pytest.mark.timeout(END_S + 60)
+def test_a_host_that_fails_on_purpose_is_used_again_if_there_is_no_other(network: HostNetwork, launch: OnHosts) -> None:
+    run = launch(700, *SOON, "--faults.at", '["1.0@25:host"]')
+    check_one_loss(run, 1)
+    assert [event["kind"] for event in named(run, "fault_injected")] == ["host"]
+
+
+@pytest.mark.timeout(END_S + 60)
+def test_a_replica_that_is_cut_off_ends_itself_and_comes_back_with_its_link(
+    network: HostNetwork, launch: OnHosts
+) -> None:
+    run = launch(900, *SOON)
+    committed(run, 1, 1)
+    committed(run, 0, 1)
+    index = host_of(run, network, 1)
+    (before,) = [event for event in named(run, "procs_started") if event["replica"] == 1]
+    network.cut(index)
+    run.wait_for_event("failure_detected", END_S, lambda event: event["cause"] == "host_lost")
+    # It cannot be told to end, and ends all the same.
+    ranks = list(zip(before["pids"], before["created"], strict=True))
+    run.wait_until(lambda: not any(map(is_alive, ranks)), END_S)
+    lost = run.wait_for_event("allocation_lost", END_S)
+    # The other one goes on alone.
+    run.wait_for_event(
+        "sync_committed", END_S, lambda e: e["replica"] == 0 and e["participants"] == [0] and e["seq"] > lost["seq"]
+    )
+    network.mend(index)
+    check_one_loss(run, 1)
+    assert not named(run, "fenced", "replica_retired")
+
+
+@pytest.mark.timeout(END_S + 60)
+def test_packets_that_are_lost_and_a_slow_link_only_cost_time(network: HostNetwork, launch: OnHosts) -> None:
+    network.lose(0, 0.1)
+    network.slow_down(1, 20)
+    run = launch(100)
+    check_the_end(run)
+    assert named(run, "failure_detected", "allocation_lost", "fenced") == []
+    for replica in (0, 1):
+        steps = [e["outer_step"] for e in named(run, "sync_committed") if e["replica"] == replica]
+        assert steps == [1, 2, 3, 4, 5]
