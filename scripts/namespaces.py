@@ -12,7 +12,7 @@ import secrets
 import signal
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -104,11 +104,15 @@ class HostNetwork:
 
     def end_all(self, index: int) -> None:
         """Kill every process of a host at once, as if it lost its power."""
-        listed = subprocess.run(
-            ("ip", "netns", "pids", self.hosts[index].name), check=True, capture_output=True, text=True
-        )
-        for pid in map(int, listed.stdout.split()):
-            os.kill(pid, signal.SIGKILL)
+        for pid in self.pids(index):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def pids(self, index: int) -> list[int]:
+        """Every process of a host."""
+        command = ("ip", "netns", "pids", self.hosts[index].name)
+        listed = subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMMAND_S)
+        return [int(pid) for pid in listed.stdout.split()]
 
     def _ends(self, index: int) -> tuple[str, str]:
         return self.middle.name, self.hosts[index].name

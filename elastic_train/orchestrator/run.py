@@ -59,8 +59,10 @@ def run(
     check_tokenizer(config.model.hf_assets_path)
     _check_accelerators(config)
     _check_tls(config)
-    config = with_addresses(_with_seed(config))
-    _check_port(config)
+    config = _with_seed(config)
+    # The folder keeps what was given: another run from it may be on another machine.
+    addressed = with_addresses(config)
+    _check_port(addressed)
     snapshot, passed = (None, []) if resume is None else find_snapshot(config, resume)
     if snapshot is not None:
         passed.append(f"the run goes on from {snapshot.path} (step {snapshot.facts.step} of {config.training.steps})")
@@ -77,7 +79,7 @@ def run(
     view.start()
     try:
         with stderr_to(folder.controller_log):
-            return asyncio.run(_run(config, (*notes, *passed), folder, name, snapshot, view))
+            return asyncio.run(_run(addressed, (*notes, *passed), folder, name, snapshot, view))
     finally:
         view.stop()
 

@@ -491,8 +491,11 @@ class ReplicaSlot:
 
     def _supervisor_lost(self, lost: SupervisorLost) -> ReplicaFailure:
         supervisor, self._supervisor = self._supervisor, None
+        silence_s = 0.0
         if supervisor is not None:
             self._silent_since = supervisor.heard_at
+            if self._silent_since is not None:
+                silence_s = self._run.clock.monotonic() - self._silent_since
             # Its process may have outlived the actor, and stopping a dead one can take long.
             stopping = asyncio.ensure_future(supervisor.stop())
             self._background.add(stopping)
@@ -504,6 +507,7 @@ class ReplicaSlot:
             error=f"its ReplicaActor {lost.end.error if lost.end else f'failed: {lost}'}",
             signal=lost.end.signal if lost.end else None,
             traceback=None if lost.end else str(lost.__cause__ or lost),
+            detect_s=round(silence_s, 3),
         )
         self._log_failure(failure)
         return failure
@@ -600,6 +604,8 @@ class ReplicaSlot:
         match decision:
             case AskToRestore():
                 self._generation.ask_to_restore(Plea(cause=decision.cause, reason=decision.reason))
+                if failure.cause == "host_lost":
+                    await self._give_hosts_back(failure.cause, failed=True)
                 await self._generation.over()
                 await self._begin_anew()
                 return None

@@ -3,20 +3,26 @@
 The controller is in the namespace in the middle, through which the hosts reach each other.
 """
 
-import os
+import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
+from elastic_train.clock import SystemClock
 from elastic_train.events import Record
 from elastic_train.observe.invariants import violations
 from elastic_train.replica.watch.process_watch import is_alive
 from scripts.launched_run import LaunchedRun
+from scripts.marked_process import MarkedProcess
 from scripts.namespaces import HostNetwork, NoNamespaces, command_in, host_network
 
-END_S = 400
+END_S = 300
+LEAVE_S = 30.0
+# Slow enough that the run does not end while a replica is away.
+SLOWLY = ("--debug.min_step_s", "0.25")
 SOON = ("--recovery.host_timeout_s", "6", "--recovery.isolation_timeout_s", "12", "--scheduler.cool_down_s", "5")
 
 OnHosts = Callable[..., LaunchedRun]
@@ -32,28 +38,43 @@ def network() -> Iterator[HostNetwork]:
 
 
 @pytest.fixture
-def launch(network: HostNetwork, tmp_path: Path) -> Iterator[OnHosts]:
+def shells(network: HostNetwork, tmp_path: Path) -> Iterator[list[MarkedProcess]]:
+    """What lets the remote shell in, on each host."""
+    with contextlib.ExitStack() as stack:
+        serving: list[MarkedProcess] = []
+        for index, host in enumerate(network.hosts):
+            command = [*command_in(host.name), sys.executable, "-m", "scripts.host_shell", "--serve", host.host]
+            shell = stack.enter_context(MarkedProcess(command, tmp_path / f"shell_{index}.console"))
+            shell.wait_until(lambda shell=shell: "serves" in shell.tail(), 60)  # type: ignore[misc]
+            serving.append(shell)
+        yield serving
+
+
+@pytest.fixture
+def launch(network: HostNetwork, shells: list[MarkedProcess], tmp_path: Path) -> Iterator[OnHosts]:
     """Starts a run of two replicas; at the end it may have left no process on any host."""
     runs: list[LaunchedRun] = []
 
     def start(steps: int, *flags: str) -> LaunchedRun:
-        shell = f"{sys.executable} -m scripts.host_shell {network.middle.name.removesuffix('-middle')}"
+        shell = f"{sys.executable} -m scripts.host_shell"
         hosts = ", ".join(f'"{host.host}"' for host in network.hosts)
         scheduler = ("--scheduler.kind", "ssh", "--scheduler.hosts", f"[{hosts}]", "--scheduler.ssh_command", shell)
         replicas = ("--orchestrator.replicas", "2", "--training.steps", str(steps), "--recovery.standby", "false")
-        # The program on a host works in the folder of the controller, whatever that of the test is.
-        run = LaunchedRun(
-            "llama3_tiny.toml",
-            tmp_path / "run",
-            [*scheduler, *replicas, *flags],
-            prefix=("env", f"PYTHONPATH={os.pathsep.join(filter(None, sys.path))}", *command_in(network.middle.name)),
-        )
+        words = [*scheduler, *replicas, *flags]
+        run = LaunchedRun("llama3_tiny.toml", tmp_path / "run", words, prefix=command_in(network.middle.name))
         runs.append(run)
         return run
 
     yield start
     leaks = [process for run in runs for process in run.end()]
     assert not leaks, f"runs that had ended left processes: {leaks}"
+    own = {shell.process.pid for shell in shells}
+    on_hosts = []
+    for pid in (pid for index in range(len(network.hosts)) for pid in network.pids(index) if pid not in own):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            on_hosts.append(psutil.Process(pid))
+    left = psutil.wait_procs(on_hosts, timeout=LEAVE_S)[1]
+    assert not left, f"processes were left on the hosts: {left}"
 
 
 def named(run: LaunchedRun, *names: str) -> list[Record]:
@@ -92,8 +113,8 @@ def host_of(run: LaunchedRun, network: HostNetwork, replica: int) -> int:
 @pytest.mark.timeout(END_S + 60)
 def test_a_host_that_dies_is_replaced_by_another(network: HostNetwork, launch: OnHosts) -> None:
     # The other host has room for both.
-    run = launch(700, *SOON, "--scheduler.replicas_per_host", "2", "--scheduler.cool_down_s", "600")
-    committed(run, 1, 1)
+    run = launch(300, *SOON, *SLOWLY, "--scheduler.replicas_per_host", "2", "--recovery.standby", "true")
+    run.wait_for_event("standby_ready", END_S, lambda event: event["replica"] == 1)
     network.end_all(host_of(run, network, 1))
     check_one_loss(run, 1)
     granted = [event["hosts"] for event in named(run, "allocation_granted")]
@@ -102,7 +123,7 @@ def test_a_host_that_dies_is_replaced_by_another(network: HostNetwork, launch: O
 
 @pytest.mark.timeout(END_S + 60)
 def test_a_host_that_fails_on_purpose_is_used_again_if_there_is_no_other(network: HostNetwork, launch: OnHosts) -> None:
-    run = launch(700, *SOON, "--faults.at", '["1.0@25:host"]')
+    run = launch(300, *SOON, *SLOWLY, "--faults.at", '["1.0@25:host"]')
     check_one_loss(run, 1)
     assert [event["kind"] for event in named(run, "fault_injected")] == ["host"]
 
@@ -111,7 +132,7 @@ def test_a_host_that_fails_on_purpose_is_used_again_if_there_is_no_other(network
 def test_a_replica_that_is_cut_off_ends_itself_and_comes_back_with_its_link(
     network: HostNetwork, launch: OnHosts
 ) -> None:
-    run = launch(900, *SOON)
+    run = launch(400, *SOON, *SLOWLY)
     committed(run, 1, 1)
     committed(run, 0, 1)
     index = host_of(run, network, 1)
@@ -121,6 +142,7 @@ def test_a_replica_that_is_cut_off_ends_itself_and_comes_back_with_its_link(
     # It cannot be told to end, and ends all the same.
     ranks = list(zip(before["pids"], before["created"], strict=True))
     run.wait_until(lambda: not any(map(is_alive, ranks)), END_S)
+    gone_at = SystemClock().now()
     lost = run.wait_for_event("allocation_lost", END_S)
     # The other one goes on alone.
     run.wait_for_event(
@@ -128,6 +150,8 @@ def test_a_replica_that_is_cut_off_ends_itself_and_comes_back_with_its_link(
     )
     network.mend(index)
     check_one_loss(run, 1)
+    (after,) = [event for event in named(run, "procs_started") if (event["replica"], event["incarnation"]) == (1, 1)]
+    assert gone_at < after["t"], "its successor was started beside it"
     assert not named(run, "fenced", "replica_retired")
 
 

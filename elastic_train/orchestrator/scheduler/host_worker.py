@@ -118,7 +118,11 @@ def _wait(worker: int, isolation_s: float) -> bool:
         for descriptor, _ in found:
             if descriptor == ended:
                 return False
-            said = os.read(0, 1 << 10)
+            try:
+                said = os.read(0, 1 << 10)
+            except OSError as error:
+                logger.error("the input broke off: %s", error)
+                return True
             if not said:
                 return True
             if STRIKE.encode() in said:
