@@ -61,7 +61,9 @@ def _run(connection: socket.socket) -> None:
         # Byte by byte: what follows is the command's own input.
         while (byte := connection.recv(1)) not in (b"", b"\0"):
             command += byte
-        subprocess.run(["sh", "-c", command.decode()], stdin=connection, stdout=connection, check=False)
+        subprocess.run(
+            ["sh", "-c", command.decode()], stdin=connection.fileno(), stdout=connection.fileno(), check=False
+        )
 
 
 if __name__ == "__main__":
