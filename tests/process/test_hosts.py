@@ -113,7 +113,7 @@ def host_of(run: LaunchedRun, network: HostNetwork, replica: int) -> int:
 @pytest.mark.timeout(END_S + 60)
 def test_a_host_that_dies_is_replaced_by_another(network: HostNetwork, launch: OnHosts) -> None:
     # The other host has room for both.
-    run = launch(300, *SOON, *SLOWLY, "--scheduler.replicas_per_host", "2", "--recovery.standby", "true")
+    run = launch(400, *SOON, *SLOWLY, "--scheduler.replicas_per_host", "2", "--recovery.standby", "true")
     run.wait_for_event("standby_ready", END_S, lambda event: event["replica"] == 1)
     network.end_all(host_of(run, network, 1))
     check_one_loss(run, 1)
