@@ -21,6 +21,7 @@ CAUSE_OF_KIND: Mapping[str, str] = {
     "hang": "hang",
     "stop": "hang",
     "replica_actor": "signal",
+    "host": "host_lost",
 }
 """The cause that a failure must be reported with, by the kind of the fault."""
 
