@@ -39,8 +39,13 @@ class HostWatch:
         self._timeout_s = timeout_s
         self._start_s = start_s
         self._clock = clock
-        self.heard_at = clock.monotonic()
-        """When the last answer came; before the first one, when the questions began."""
+        self._began_at = clock.monotonic()
+        self._heard_at: float | None = None
+
+    @property
+    def heard_at(self) -> float:
+        """When the last answer came; now, as long as there was none: what is asked may just have been started."""
+        return self._clock.monotonic() if self._heard_at is None else self._heard_at
 
     async def lost(self) -> str:
         """Returns when the host is lost, and what shows it."""
@@ -63,7 +68,8 @@ class HostWatch:
                         break
                     await asyncio.wait({question}, timeout=patience_s / _SLICES)
                 if not question.done():
-                    return f"it has not answered for {self._clock.monotonic() - self.heard_at:.1f} s"
+                    since = self._began_at if self._heard_at is None else self._heard_at
+                    return f"it has not answered for {self._clock.monotonic() - since:.1f} s"
                 heard, patience_s = question.result(), self._timeout_s
             except Exception as error:
                 # The actor has failed, not its host: whoever waits for the actor hears of it.
@@ -71,5 +77,5 @@ class HostWatch:
                 await asyncio.Event().wait()
             finally:
                 question.cancel()
-            self.heard_at = self._clock.monotonic()
+            self._heard_at = self._clock.monotonic()
             await asyncio.sleep(min(_ASK_EVERY_S, self._timeout_s / _SLICES))
