@@ -72,11 +72,6 @@ _SHORTER: tuple[tuple[str, str, str], ...] = (
         "a process that has stopped must be found before it counts as hanging",
     ),
     (
-        "recovery.host_timeout_s",
-        "recovery.isolation_timeout_s",
-        "a replica must not end itself before anybody has taken its host for lost",
-    ),
-    (
         "peer_ckpt.timeout_s",
         "recovery.start_hang_timeout_s",
         "a replica must not be ended while it still may receive its state",
@@ -92,6 +87,8 @@ _SHORTER: tuple[tuple[str, str, str], ...] = (
         "a step must not count as hanging",
     ),
 )
+
+_LONGEST_HOST_TIMEOUT_S = 28.0
 
 # What torchft's DiLoCo does whatever it is told, and how.
 _STOCK: tuple[tuple[str, str, str], ...] = (
@@ -136,6 +133,15 @@ def _timeouts(config: RunConfig) -> Iterator[Problem]:
                 (shorter, longer),
                 f"{said(shorter)} must be shorter than {said(longer)}: {why}",
             )
+    host, isolation = "recovery.host_timeout_s", "recovery.isolation_timeout_s"
+    if _seconds(config, host) > _LONGEST_HOST_TIMEOUT_S:
+        yield Problem((host,), f"{said(host)} is more than {_LONGEST_HOST_TIMEOUT_S:g}: Monarch gives up by then")
+    if 2 * _seconds(config, host) + 1 > _seconds(config, isolation):
+        yield Problem(
+            (host, isolation),
+            f"{said(isolation)} must be longer than twice {said(host)} and a second: a replica that hears late that it "
+            "was heard must not end itself before anybody has taken its host for lost",
+        )
     evaluation, join = "recovery.evaluate_hang_timeout_s", "lighthouse.join_timeout_ms"
     if config.validation.enable and _seconds(config, evaluation) >= _seconds(config, join):
         yield Problem(

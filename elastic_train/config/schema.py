@@ -278,7 +278,7 @@ class RecoveryConfig:
     host_timeout_s: Positive = 10.0
     """A host other than this one that answers nothing for so long is lost: its replicas have failed."""
 
-    isolation_timeout_s: Positive = 20.0
+    isolation_timeout_s: Positive = 25.0
     """A replica on another host that has not heard from the controller for so long ends itself, with all its processes.
     Its slot is not started elsewhere before that must have happened."""
 

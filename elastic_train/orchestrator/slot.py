@@ -357,7 +357,10 @@ class ReplicaSlot:
         self._run.log.emit("allocation_requested", replica=self.slot)
         self._allocation = await self._run.scheduler.allocate(name)
         self._run.log.emit("allocation_granted", replica=self.slot, hosts=list(self._allocation.hosts))
-        self._offsets, self._silent_since = (0, 0), None
+        self._silent_since = None
+        if not self._allocation.is_here:
+            # A new part of a host, where nobody has written yet; on this machine it is the same segment as before.
+            self._offsets = (0, 0)
         self.apply(Trigger.ALLOCATED)
 
     async def _live(self) -> Ending | ReplicaFailure:
@@ -437,7 +440,7 @@ class ReplicaSlot:
             level=AskToRestore.level,
             delay_s=0.0,
         )
-        self.apply(Trigger.RESTORE)
+        self.apply(Trigger.RESTORE if self._allocation is not None else Trigger.REALLOCATE)
 
     def _environment(self) -> tuple[tuple[str, str], ...]:
         settings = self._run.config.orchestrator
@@ -623,7 +626,8 @@ class ReplicaSlot:
                 )
                 if isinstance(decision, Reallocate):
                     # Before the pause: peers may have to wait until nothing is left of it.
-                    await self._give_hosts_back(failure.cause, failed=decision.exclude_host)
+                    is_leaving = failure.cause == "preempted" and not self._run.scheduler.is_local
+                    await self._give_hosts_back(failure.cause, failed=decision.exclude_host or is_leaving)
                 await self._pause(decision.delay_s)
                 if self._is_draining():
                     return self._interrupted(failure)

@@ -327,6 +327,9 @@ class ReplicaActor(Actor):
         self._reports.clear()
         self._reported.clear()
         self._ends.clear()
+        for beacon in self._beacons(incarnation):
+            # Of a run that had this folder before, on a host where nobody has removed it.
+            beacon.remove()
         if failure := await self._started(incarnation, self._spawn(incarnation)):
             return failure
         answers = await self._on_all_ranks("prepare")

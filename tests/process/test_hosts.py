@@ -23,7 +23,7 @@ END_S = 300
 LEAVE_S = 30.0
 # Slow enough that the run does not end while a replica is away.
 SLOWLY = ("--debug.min_step_s", "0.25")
-SOON = ("--recovery.host_timeout_s", "6", "--recovery.isolation_timeout_s", "12", "--scheduler.cool_down_s", "5")
+SOON = ("--recovery.host_timeout_s", "6", "--recovery.isolation_timeout_s", "13", "--scheduler.cool_down_s", "5")
 
 OnHosts = Callable[..., LaunchedRun]
 

@@ -172,7 +172,11 @@ CONTRADICTIONS = {
     ),
     "host and isolation": (
         {"recovery.host_timeout_s": "20"},
-        "recovery.host_timeout_s = 20.0 must be shorter than recovery.isolation_timeout_s = 20.0: ",
+        "recovery.isolation_timeout_s = 25.0 must be longer than twice recovery.host_timeout_s = 20.0 and a second: ",
+    ),
+    "host and Monarch": (
+        {"recovery.host_timeout_s": "29", "recovery.isolation_timeout_s": "90"},
+        "recovery.host_timeout_s = 29.0 is more than 28: Monarch gives up by then",
     ),
     "hosts of the local scheduler": (
         {"scheduler.hosts": '["a"]'},

@@ -63,9 +63,7 @@ class Actor:
         assert endpoint == "read_segment"
         if self.deaf:
             raise TimeoutError
-        events, self.events = self.events, []
-        offset = arguments[1][0]
-        return SegmentPart(events=events, metrics=[], offsets=(offset + len(events), 0))
+        return SegmentPart(events=self.events[arguments[1][0] :], metrics=[], offsets=(len(self.events), 0))
 
     async def close(self, grace_s: float) -> None:
         self.asked.append("close")
@@ -239,6 +237,10 @@ def test_one_that_is_preempted_is_ended_before_the_pause(tmp_path: Path) -> None
         scene.run.generation.holders.add(1)
         await scene.until(lambda: scene.actor.asked.count("train") == 2)
         assert len(scene.events("allocation_granted")) == 2
+        # The segment is read on from where it was, which is on the same machine.
+        scene.actor.says("first_step", incarnation=1)
+        await scene.slot.pump()
+        assert [len(scene.events(name)) for name in ("first_step", "sync_committed", "replica_left")] == [1, 1, 1]
         task.cancel()
         await asyncio.wait({task})
 

@@ -56,7 +56,7 @@ class Silent:
         raise SupervisorLost(None, "lost")
 
 
-@pytest.mark.parametrize(("surely", "within_s", "ended"), [(True, 12.0, {1: 3}), (False, 0.0, {})])
+@pytest.mark.parametrize(("surely", "within_s", "ended"), [(True, 17.0, {1: 3}), (False, 0.0, {})])
 def test_a_lost_host_is_waited_for_before_its_replica_is_called_dead(
     tmp_path: Path, surely: bool, within_s: float, ended: dict[int, int]
 ) -> None:
@@ -93,7 +93,7 @@ async def _play(folder: Path, registry: str, surely: bool, within_s: float, ende
 
     await slot.shut_down(failed=True, surely=surely)
 
-    # 20 s until it ends itself and 2 s more, of which 10 have passed.
+    # 25 s until it ends itself and 2 s more, of which 10 have passed.
     assert scheduler.released == [(True, within_s)]
     assert scheduler.known_then == [{}]
     assert Directory(registry, TOKEN).roll().ended == ended

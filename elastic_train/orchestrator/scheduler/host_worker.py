@@ -20,6 +20,7 @@ from collections.abc import Sequence
 
 import psutil
 
+from elastic_train.config import EnvironmentProblem
 from elastic_train.orchestrator.accelerators import find
 from elastic_train.orchestrator.addresses import bracketed
 from elastic_train.orchestrator.monarch_env import configure, trainer_environment
@@ -51,8 +52,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.folder and os.path.isdir(given.folder):
         os.chdir(given.folder)
     configure()
-    for name, value in host_environment(given.address, given.position, given.replicas, given.procs).items():
+    accelerators = find(os.environ)
+    try:
+        accelerators.check(given.replicas, given.procs)
+    except EnvironmentProblem as problem:
+        logger.error("%s", problem)
+        return 1
+    for name, value in host_environment(given.address, given.replicas, given.procs).items():
         os.environ.setdefault(name, value)
+    os.environ.update(accelerators.share(given.position, given.procs))
     # What loses its parent becomes a child of this process, so that nothing on the host can get lost.
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     port = _free_port(given.address)
@@ -66,8 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if wanted else 1
 
 
-def host_environment(address: str, position: int, replicas: int, procs: int) -> dict[str, str]:
-    """What the processes of a replica on this host need to know of it."""
+def host_environment(address: str, replicas: int, procs: int) -> dict[str, str]:
+    """What the processes of a replica on this host need to know of it, unless somebody has told them already."""
     interface = interface_of(address)
     if not interface:
         logger.warning("no interface of this host has the address %s; gloo chooses one by itself", address)
@@ -75,7 +83,6 @@ def host_environment(address: str, position: int, replicas: int, procs: int) -> 
     return {
         **trainer_environment(replicas=replicas, procs=procs, cores=cores, interface=interface),
         **({"NCCL_SOCKET_IFNAME": f"={interface}"} if interface else {}),
-        **find(os.environ).share(position, procs),
     }
 
 

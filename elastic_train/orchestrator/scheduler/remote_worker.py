@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import shlex
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -98,9 +99,9 @@ class RemoteWorker:
         shell.stdin.close()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._over.wait(), _END_S)
-        if shell.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                shell.kill()
+        # With whatever it has started here: a remote shell may be a script.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(shell.pid, signal.SIGKILL)
         await shell.wait()
         for task in self._tasks:
             task.cancel()
@@ -120,15 +121,19 @@ class RemoteWorker:
 
     async def _read(self, shell: asyncio.subprocess.Process) -> None:
         assert shell.stdout is not None
-        async for line in shell.stdout:
-            match line.decode(errors="replace").split():
-                case [word, port] if word == LISTENING and port.isdecimal() and not self._port.done():
-                    self._port.set_result(int(port))
-                case [word] if word == ENDED:
-                    self.has_ended = True
-                case _:
-                    logger.info("%s says: %r", self._host, line)
-        self._over.set()
+        try:
+            async for line in shell.stdout:
+                match line.decode(errors="replace").split():
+                    case [word, port] if word == LISTENING and port.isdecimal() and not self._port.done():
+                        self._port.set_result(int(port))
+                    case [word] if word == ENDED:
+                        self.has_ended = True
+                    case _:
+                        logger.info("%s says: %r", self._host, line)
+        except ValueError:
+            logger.exception("%s says what is no line", self._host)
+        finally:
+            self._over.set()
 
     def _last_words(self, began: int) -> str:
         with self._log.open("rb") as log:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import socket
+import secrets
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from pathlib import Path
 from monarch.actor import attach_to_workers
 
 from elastic_train.config import RunConfig
-from elastic_train.orchestrator.addresses import bracketed
+from elastic_train.orchestrator.addresses import address_of, bracketed
 from elastic_train.orchestrator.monarch_env import SETTINGS
 from elastic_train.orchestrator.scheduler.hosts import Hosts, Place
 from elastic_train.orchestrator.scheduler.interface import Allocation, Scheduler
@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 _PAUSE_S = 1.0
 _PAUSE_MAX_S = 30.0
 """Before the next host is tried after one that could not be started; it doubles with each in a row."""
+_MARK_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -60,6 +61,8 @@ class SshScheduler(Scheduler):
         )
         self._returned = asyncio.Condition()
         self._given = 0
+        self._mark = secrets.token_hex(_MARK_BYTES)
+        """Sets what this run leaves on a host apart from what others have."""
 
     @property
     def is_local(self) -> bool:
@@ -98,19 +101,22 @@ class SshScheduler(Scheduler):
         allocation.worker.strike()
 
     async def _start(self, name: str, part: Place) -> RemoteAllocation:
-        address = await asyncio.to_thread(address_of, part.host)
+        try:
+            address = await asyncio.to_thread(address_of, part.host)
+        except OSError as error:
+            raise HostFailed(f"its address is not known ({error.strerror}): name it by its address") from error
         self._given += 1
-        place = f"{address}.{self._given}"
+        place = f"{address}.{self._given}-{self._mark}"
         command = self._command(address, part)
         worker = RemoteWorker(part.host, self._settings.ssh_command, command, self._logs / f"{place}.log")
         try:
             port = await worker.start(self._settings.start_timeout_s)
+            mesh = attach_to_workers(
+                name=f"host_{self._given}", ca="trust_all_connections", workers=[f"tcp://{bracketed(address)}:{port}"]
+            )
         except BaseException:
             await worker.end()
             raise
-        mesh = attach_to_workers(
-            name=f"host_{self._given}", ca="trust_all_connections", workers=[f"tcp://{bracketed(address)}:{port}"]
-        )
         return RemoteAllocation(
             name=name, hosts=(part.host,), mesh=mesh, address=address, place=place, part=part, worker=worker
         )
@@ -143,20 +149,6 @@ class SshScheduler(Scheduler):
         async with self._returned:
             self._hosts.give_back(part, failed=failed, now=_now())
             self._returned.notify_all()
-
-
-def address_of(host: str) -> str:
-    """The address of a host that is named as for the remote shell.
-
-    Raises:
-        HostFailed: its name means nothing here.
-    """
-    name = host.rpartition("@")[2]
-    try:
-        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise HostFailed(f"its address is not known ({error.strerror}): name it by its address") from error
-    return str(min(found, key=lambda entry: entry[0] != socket.AF_INET)[4][0])
 
 
 def _now() -> float:
