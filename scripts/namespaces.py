@@ -26,7 +26,7 @@ _CLONE_NEWNET = 0x40000000
 _BURST_S = 0.012
 _QUEUE = "100ms"
 _MIDDLE = "10.77.255.1"
-# Classic BPF, as tc reads it: load a random number; below the bound pass (0), else drop (2).
+# Classic BPF, as tc reads it: load a random number; from the bound on pass (0), else drop (2).
 _RANDOM = 0x1_0000_0000 - 0x1000 + 56
 _DROP_SOME = "4,32 0 0 {random},53 0 1 {bound},6 0 0 0,6 0 0 2"
 _DROP_ALL = "1,6 0 0 2"
@@ -94,7 +94,7 @@ class HostNetwork:
 
     def lose(self, index: int, part: float) -> None:
         """Lose that part of the packets to a host, and of those from it."""
-        bound = round(2**32 * (1 - part))
+        bound = round(2**32 * part)
         self._filter(index, _DROP_SOME.format(random=_RANDOM, bound=bound))
 
     def slow_down(self, index: int, mbit: float) -> None:
