@@ -9,10 +9,9 @@ from __future__ import annotations
 import ctypes
 import os
 import secrets
-import signal
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -101,12 +100,6 @@ class HostNetwork:
         """Let a host send and get no more than so many 10^6 bits a second."""
         for name in self._ends(index):
             _shape(name, _device(index), mbit)
-
-    def end_all(self, index: int) -> None:
-        """Kill every process of a host at once, as if it lost its power."""
-        for pid in self.pids(index):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
 
     def pids(self, index: int) -> list[int]:
         """Every process of a host."""

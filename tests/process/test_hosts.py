@@ -12,7 +12,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from elastic_train.clock import SystemClock
 from elastic_train.events import Record
 from elastic_train.observe.invariants import violations
 from elastic_train.replica.watch.process_watch import is_alive
