@@ -9,6 +9,7 @@ from elastic_train.config import EnvironmentProblem
 from elastic_train.futures import result, within
 from elastic_train.lighthouse.actor import LighthouseActor, Listening, Ports
 from elastic_train.orchestrator.scheduler import Allocation
+from elastic_train.orchestrator.serving_process import serving_command
 from elastic_train.orchestrator.slot import RunContext
 from elastic_train.peer_ckpt.roll import Roll
 from elastic_train.peer_ckpt.tls import tls_of
@@ -30,7 +31,9 @@ class LighthouseProcess:
             number: which life it is, from 0.
         """
         self._run = run
-        self._mesh = allocation.mesh.spawn_procs({"lighthouse": 1}, name=f"lighthouse_{number}")
+        self._mesh = allocation.mesh.spawn_procs(
+            {"lighthouse": 1}, name=f"lighthouse_{number}", bootstrap_command=serving_command()
+        )
         self._actor: Any = self._mesh.spawn(
             "lighthouse",
             LighthouseActor,

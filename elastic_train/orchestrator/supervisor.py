@@ -12,6 +12,7 @@ from elastic_train.config import RunConfig
 from elastic_train.futures import result, within
 from elastic_train.orchestrator.host_watch import HostWatch
 from elastic_train.orchestrator.scheduler import Allocation, Scheduler
+from elastic_train.orchestrator.serving_process import serving_command
 from elastic_train.replica.actor import ReplicaActor
 from elastic_train.replica.watch.process_end import ProcessEnd, of_process, of_status
 from elastic_train.replica.watch.process_watch import ProcessWatch
@@ -51,7 +52,8 @@ class Supervisor:
         clock: Clock,
     ) -> None:
         isolation_s = None if allocation.is_here else config.recovery.isolation_timeout_s
-        self._mesh = allocation.mesh.spawn_procs({"replica": 1}, name=name)
+        command = serving_command("" if allocation.is_here else config.scheduler.python)
+        self._mesh = allocation.mesh.spawn_procs({"replica": 1}, name=name, bootstrap_command=command)
         self._actor = self._mesh.spawn("replica", ReplicaActor, slot, run_dir, allocation.place, isolation_s)
         self._on_this_host = allocation.is_here
         self._host: HostWatch | None = None

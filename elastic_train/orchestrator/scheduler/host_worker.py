@@ -61,6 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, value in host_environment(given.address, given.replicas, given.procs).items():
         os.environ.setdefault(name, value)
     os.environ.update(accelerators.share(given.position, given.procs))
+    # Who takes the host away says so to every process by SIGTERM. The ranks hear it; until they leave, the others stay.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     # What loses its parent becomes a child of this process, so that nothing on the host can get lost.
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     port = _free_port(given.address)
