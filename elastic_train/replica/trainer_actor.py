@@ -11,6 +11,7 @@ import os
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -22,6 +23,7 @@ from elastic_train.config.faults import FaultSpec
 from elastic_train.events import EventWriter, LineFile
 from elastic_train.process_log import print_to
 from elastic_train.replica import faults, notice
+from elastic_train.replica.background import behind_others
 from elastic_train.replica.ending import Ending
 from elastic_train.replica.rank import Incarnation, SegmentPaths, beacon_path, rank_log_path, stack_answer_path
 from elastic_train.replica.watch.beacon import Beacon
@@ -192,5 +194,5 @@ class WarmingActor(Actor):
 
     @endpoint
     def warm(self) -> None:
-        """Import everything that a trainer needs."""
-        import elastic_train.replica.trainer  # noqa: F401
+        """Import everything that a trainer needs, without taking processors from those who train."""
+        behind_others(lambda: import_module("elastic_train.replica.trainer"))
