@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from elastic_train.config import ConfigError
+from elastic_train.name_service import be_impatient
 
 _PIPE_WIDTH = 130
 
@@ -39,6 +40,7 @@ def main(command: click.Command) -> NoReturn:
     SIGTERM is handled as Ctrl-C is, so that the runs that a script has started end with it.
     """
     signal.signal(signal.SIGTERM, _interrupt)
+    be_impatient()
     try:
         code = command.main(standalone_mode=False)
     except click.ClickException as error:

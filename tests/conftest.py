@@ -10,7 +10,11 @@ import hypothesis
 import psutil
 import pytest
 
+from elastic_train.name_service import be_impatient
+
 TESTS = Path(__file__).parent
+
+be_impatient()
 
 # Every process of this session carries it, also one whose parent died and that is nobody's child any more.
 MARK = "ELASTIC_TRAIN_TEST_SESSION"

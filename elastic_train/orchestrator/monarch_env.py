@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 from collections.abc import MutableMapping
 
+from elastic_train.name_service import be_impatient
+
 SETTINGS = {
     "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "500ms",
     # Silence that Monarch takes for death. A process that ends is seen at once and one that is stopped by its beacon,
@@ -29,7 +31,8 @@ SETTINGS = {
 
 
 def configure(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Set Monarch's timeouts; one that somebody has set already stays."""
+    """Set Monarch's timeouts, and that of its processes for names; what somebody has set already stays."""
+    be_impatient(environ)
     for name, value in SETTINGS.items():
         environ.setdefault(name, value)
 

@@ -13,11 +13,17 @@ def duration(text: str) -> timedelta:
 
 
 def test_what_somebody_has_set_stays() -> None:
-    environ = {"HYPERACTOR_CLEANUP_TIMEOUT": "9s", "OTHER": "x"}
+    environ = {"HYPERACTOR_CLEANUP_TIMEOUT": "9s", "RES_OPTIONS": "timeout:3", "OTHER": "x"}
 
     configure(environ)
 
-    assert environ == {**SETTINGS, "HYPERACTOR_CLEANUP_TIMEOUT": "9s", "OTHER": "x"}
+    assert environ == {**SETTINGS, "HYPERACTOR_CLEANUP_TIMEOUT": "9s", "RES_OPTIONS": "timeout:3", "OTHER": "x"}
+
+
+def test_a_name_server_that_does_not_answer_is_not_waited_for_long() -> None:
+    environ: dict[str, str] = {}
+    configure(environ)
+    assert environ["RES_OPTIONS"] == "timeout:1 attempts:2"
 
 
 def test_the_watchdog_waits_longer_than_what_it_watches() -> None:
