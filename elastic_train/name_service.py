@@ -1,7 +1,7 @@
 """How long a process waits for a name server that does not answer.
 
-torch's stores look up the names of all addresses that they connect to, only for their messages, and wait for that. Where
-an answer gets lost, glibc's resolver asks again after 5 s, in which a replica can miss a quorum.
+torch's stores look up the names of all addresses that they connect to, only for their messages, and wait for that.
+Where an answer gets lost, glibc's resolver asks again after 5 s, in which a replica can miss a quorum.
 """
 
 from __future__ import annotations
