@@ -15,7 +15,7 @@ from typing import Self
 import psutil
 
 _POLL_S = 0.05
-_LEAVE_S = 3.0
+_LEAVE_S = 10.0
 _KILL_ROUNDS = 3
 _GONE_S = 10.0
 # Every process that comes of it inherits the mark, also one whose parent died and that is nobody's child any more.

@@ -9,6 +9,7 @@ from typing import Any
 
 from torchft.coordination import LighthouseServer
 
+from elastic_train.orchestrator.held_port import HeldPort
 from elastic_train.process_log import print_to
 from scripts.sync_world.spec import HOST
 
@@ -25,9 +26,8 @@ class Lighthouse:
         self._context = context
         self._log = log
         self._heartbeat_timeout_ms = heartbeat_timeout_ms
-        with socket.socket() as probe:
-            probe.bind((HOST, 0))
-            self._port = int(probe.getsockname()[1])
+        self._held = HeldPort(HOST, 0)
+        self._port = self._held.number
         self._start()
 
     @property
@@ -36,10 +36,14 @@ class Lighthouse:
 
     def kill_and_start(self) -> None:
         """What it knew is gone."""
-        self.end()
+        self._kill()
         self._start()
 
     def end(self) -> None:
+        self._kill()
+        self._held.close()
+
+    def _kill(self) -> None:
         self._process.kill()
         self._process.join()
 

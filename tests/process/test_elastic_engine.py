@@ -41,7 +41,7 @@ def last_outer_step(account: Account) -> int:
 
 
 def test_replicas_with_unequal_tokens_average_as_the_oracle_does(run_dir: Path) -> None:
-    account = run(WorldSpec(), run_dir)
+    account = run(WorldSpec(heartbeat_timeout_ms=10_000, stall_s=40.0, diloco=brisk(timeout_s=30.0)), run_dir)
     assert len(told(account, "sync_committed")) == 3 * 20
     assert not told(account, "sync_retried")
 
@@ -77,7 +77,8 @@ def test_one_rank_that_dies_takes_its_replica_with_it_and_nobody_else(run_dir: P
 
 def test_one_rank_that_hangs_is_ended_with_its_replica(run_dir: Path) -> None:
     account = run(replace(FSDP, faults=faults("1.1@5/reduce:stop")), run_dir)
-    assert [(end.slot, end.hung) for end in account.ends] == [(1, True)]
+    # Its ranks wait for each other, so that both may count as hanging.
+    assert {(end.slot, end.incarnation, end.hung) for end in account.ends} == {(1, 0, True)}
 
 
 @pytest.mark.parametrize("merge_alpha", [0.0, 0.5])
@@ -96,7 +97,7 @@ def test_a_replica_joins_in_the_middle_of_a_cycle_of_fragments(overlap_steps: in
 
 def test_three_join_at_once_with_one_donor_left(run_dir: Path) -> None:
     each = dict.fromkeys(range(1, 4), 5)
-    spec = WorldSpec(replicas=4, steps=300, late=each, tokens=(100, 200, 300, 400), step_s=(0.004,) * 4)
+    spec = WorldSpec(replicas=4, steps=600, late=each, tokens=(100, 200, 300, 400), step_s=(0.004,) * 4)
     account = run(spec, run_dir)
     heals = told(account, "heal_finished")
     assert len(heals) == 3
@@ -141,7 +142,7 @@ def test_a_replica_with_another_config_is_refused_by_name(run_dir: Path) -> None
 
 
 def test_replicas_of_different_speed_train_for_the_same_time(run_dir: Path) -> None:
-    spec = WorldSpec(step_s=(0.01, 0.01, 0.02), diloco=brisk(interval="time"))
+    spec = WorldSpec(step_s=(0.03, 0.03, 0.06), diloco=brisk(interval="time"))
     account = run(spec, run_dir)
     trained = {slot: [e["steps"] for e in told(account, "sync_committed", slot)] for slot in range(3)}
     # From the second interval on, each has a length of its own; half as fast, half as many.

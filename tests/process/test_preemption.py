@@ -50,4 +50,3 @@ def test_a_replica_that_is_preempted_gives_what_it_has_trained_and_comes_back(la
     assert (restart["level"], restart["delay_s"]) == ("reallocate", 0.0)
     assert named(run, "failure_detected", 1) == []
     assert all(found == [] for found in violations(run.events()).values())
-    assert run.processes() == []

@@ -15,7 +15,7 @@ KILLED_AT = 14
 FLAGS = [
     *("--training.steps", str(STEPS), "--diloco.sync_every", str(SYNC_EVERY), "--debug.seed", "7"),
     *("--checkpoint.interval", str(SYNC_EVERY), "--checkpoint.last_save_model_only", "false"),
-    *("--training.dataloader.log_samples", "true", "--debug.min_step_s", "0.05"),
+    *("--training.dataloader.log_samples", "true", "--debug.min_step_s", "0.2"),
 ]
 
 

@@ -12,7 +12,7 @@ from scripts.launched_run import LaunchedRun
 from tests.process.conftest import Launch
 
 READY_S = 240
-TWO = ("llama3_tiny.toml", "--orchestrator.replicas", "2", "--recovery.silence_timeout_s", "5")
+TWO = ("llama3_tiny.toml", "--orchestrator.replicas", "2")
 
 
 def named(events: list[Record], name: str, **fields: object) -> list[Record]:
@@ -67,6 +67,5 @@ def test_a_standby_is_replaced_when_it_is_lost_taken_when_its_replica_fails_and_
 
     run.process.send_signal(signal.SIGINT)
     assert run.wait(READY_S) == 130, run.tail()
-    assert run.processes() == []
     assert {name: found for name, found in violations(run.events()).items() if found} == {}
     assert [(e["cause"], e["signal"]) for e in named(run.events(), "failure_detected")] == [("signal", "SIGKILL")] * 2

@@ -358,5 +358,5 @@ def withstand(strangers: int) -> dict[str, float]:
 
 def test_a_crowd_of_strangers_keeps_no_peer_out(monkeypatch: pytest.MonkeyPatch) -> None:
     # The last of them stay until their time is up.
-    monkeypatch.setattr(service, "_HEAD_S", 0.5)
+    monkeypatch.setattr(service, "_HEAD_S", 1.5)
     withstand(300)

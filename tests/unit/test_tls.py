@@ -126,6 +126,7 @@ def test_who_does_not_shake_hands_is_let_go(member: Tls, monkeypatch: pytest.Mon
                         continue
                 except ConnectionError:
                     continue
+        monkeypatch.undo()
         assert ask(address, "/", TOKEN, timeout_s=TIMEOUT_S, tls=member) == ["/", None]
 
 
