@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from elastic_train.name_service import be_impatient
+from scripts.namespaces import HostNetwork, NoNamespaces, host_network
 
 TESTS = Path(__file__).parent
 
@@ -128,3 +129,13 @@ def _describe(process: psutil.Process) -> str:
         return f"  pid {process.pid}, parent {process.ppid()}, {process.status()}: {command}"
     except psutil.Error:
         return f"  pid {process.pid}: ended in this moment"
+
+
+@pytest.fixture
+def network() -> Iterator[HostNetwork]:
+    """Two hosts that are network namespaces, and one between them."""
+    try:
+        with host_network(2) as made:
+            yield made
+    except NoNamespaces as reason:
+        pytest.skip(f"hosts are network namespaces here: {reason}")

@@ -17,22 +17,13 @@ from elastic_train.observe.invariants import violations
 from elastic_train.replica.watch.process_watch import is_alive
 from scripts.launched_run import LaunchedRun
 from scripts.marked_process import MarkedProcess
-from scripts.namespaces import HostNetwork, NoNamespaces, command_in, host_network
+from scripts.namespaces import HostNetwork, command_in
 
 END_S = 300
 LEAVE_S = 30.0
 SOON = ("--recovery.host_timeout_s", "6", "--recovery.isolation_timeout_s", "13", "--scheduler.cool_down_s", "5")
 
 OnHosts = Callable[..., LaunchedRun]
-
-
-@pytest.fixture
-def network() -> Iterator[HostNetwork]:
-    try:
-        with host_network(2) as made:
-            yield made
-    except NoNamespaces as reason:
-        pytest.skip(f"hosts are network namespaces here: {reason}")
 
 
 @pytest.fixture

@@ -1,24 +1,12 @@
 """Hosts that are network namespaces: what gets through their links."""
 
 import socket
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-import pytest
-
-from scripts.namespaces import HostNetwork, NoNamespaces, enter, host_network
+from scripts.namespaces import HostNetwork, enter
 
 PACKETS = 1000
 SOON_S = 2.0
-
-
-@pytest.fixture
-def network() -> Iterator[HostNetwork]:
-    try:
-        with host_network(2) as made:
-            yield made
-    except NoNamespaces as reason:
-        pytest.skip(f"there are no namespaces here: {reason}")
 
 
 def socket_in(name: str, host: str) -> socket.socket:
