@@ -46,8 +46,7 @@ def towards(host: str) -> str:
     """
     try:
         address = address_of(host)
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        with socket.socket(family_of(address), socket.SOCK_DGRAM) as probe:
             probe.connect((address, _ANY_PORT))
             return str(probe.getsockname()[0])
     except OSError as error:
@@ -72,6 +71,11 @@ def _towards_all(hosts: Sequence[str]) -> str:
                 "scheduler.replicas_per_host"
             )
     return next((way for way in ways if not ipaddress.ip_address(way.partition("%")[0]).is_loopback), ways[0])
+
+
+def family_of(address: str) -> socket.AddressFamily:
+    """IPv4's or IPv6's, as an address is written."""
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 def bracketed(address: str) -> str:

@@ -22,7 +22,7 @@ import psutil
 
 from elastic_train.config import EnvironmentProblem
 from elastic_train.orchestrator.accelerators import find
-from elastic_train.orchestrator.addresses import bracketed
+from elastic_train.orchestrator.addresses import bracketed, family_of
 from elastic_train.orchestrator.monarch_env import configure, trainer_environment
 
 logger = logging.getLogger(__name__)
@@ -167,12 +167,8 @@ def _say(line: str) -> None:
 
 def _free_port(address: str) -> int:
     # A new one for each worker: one client that comes again to a port that it has used before waits in vain.
-    with socket.create_server((address, 0), family=_family(address)) as server:
+    with socket.create_server((address, 0), family=family_of(address)) as server:
         return int(server.getsockname()[1])
-
-
-def _family(address: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 def _prctl(option: int, value: int) -> None:
