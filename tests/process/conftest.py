@@ -7,6 +7,9 @@ import pytest
 
 from scripts.launched_run import LaunchedRun
 
+# So that an assertion there says as much as one in a test.
+pytest.register_assert_rewrite("tests.process.logs")
+
 Launch = Callable[..., LaunchedRun]
 
 

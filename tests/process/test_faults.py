@@ -5,9 +5,9 @@ import signal
 import pytest
 
 from elastic_train.events import Record
-from elastic_train.observe.invariants import violations
 from scripts.launched_run import LaunchedRun
 from tests.process.conftest import Launch
+from tests.process.logs import check_the_states, named
 
 END_S = 280
 
@@ -16,14 +16,6 @@ IN_TURN = (
     (2, "stop"),
 )  # fmt: skip
 """Replicas, and what happens to them, each when all are back from the last."""
-
-
-def named(run: LaunchedRun, *names: str) -> list[Record]:
-    return [event for event in run.events() if event["event"] in names]
-
-
-def check_the_states(run: LaunchedRun) -> None:
-    assert {name: found for name, found in violations(run.events()).items() if found} == {}
 
 
 def recovered(run: LaunchedRun, replica: int, kind: str) -> Record:

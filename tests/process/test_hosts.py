@@ -12,12 +12,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from elastic_train.events import Record
-from elastic_train.observe.invariants import violations
 from elastic_train.replica.watch.process_watch import is_alive
 from scripts.launched_run import LaunchedRun
 from scripts.marked_process import MarkedProcess
 from scripts.namespaces import HostNetwork, command_in
+from tests.process.logs import check_the_states, named
 
 END_S = 300
 LEAVE_S = 30.0
@@ -66,10 +65,6 @@ def launch(network: HostNetwork, shells: list[MarkedProcess], tmp_path: Path) ->
     assert not left, f"processes were left on the hosts: {left}"
 
 
-def named(run: LaunchedRun, *names: str) -> list[Record]:
-    return [event for event in run.events() if event["event"] in names]
-
-
 def wait_for_both(run: LaunchedRun, after: int = 0) -> None:
     """Until both replicas have committed a sync together."""
     for slot in (0, 1):
@@ -95,10 +90,6 @@ def check_one_loss(run: LaunchedRun, replica: int) -> list[list[str]]:
     assert not named(run, "fenced", "replica_retired")
     check_the_states(run)
     return granted
-
-
-def check_the_states(run: LaunchedRun) -> None:
-    assert {name: found for name, found in violations(run.events()).items() if found} == {}
 
 
 def leave(run: LaunchedRun) -> None:

@@ -5,20 +5,15 @@ import signal
 
 import pytest
 
-from elastic_train.events import Record
-from elastic_train.observe.invariants import violations
 from scripts.launched_run import LaunchedRun
 from tests.process.conftest import Launch
+from tests.process.logs import check_the_states, named
 
 END_S = 280
 
 
 def run_of(launch: Launch, *flags: str) -> LaunchedRun:
     return launch("llama3_tiny.toml", "--orchestrator.replicas", "2", "--training.steps", "100000", *flags)
-
-
-def named(run: LaunchedRun, *names: str) -> list[Record]:
-    return [event for event in run.events() if event["event"] in names]
 
 
 def wait_for_commit(run: LaunchedRun, outer_step: int) -> None:
@@ -34,7 +29,7 @@ def check_that_nothing_was_lost(run: LaunchedRun, *, losses: int, replicas: tupl
     """Every sync until now was committed once by each of the ``replicas``; quorums' numbers only rose."""
     run.process.send_signal(signal.SIGTERM)
     assert run.wait(END_S) == 130, run.tail()
-    assert {name: found for name, found in violations(run.events()).items() if found} == {}
+    check_the_states(run)
     assert len(named(run, "lighthouse_lost")) == losses
     started = named(run, "lighthouse_started")
     assert len(started) == losses + 1
